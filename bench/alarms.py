@@ -1,7 +1,7 @@
 """False alarms and power of the health rules: `python -m bench.alarms [--runs N] [--write]`.
 
 Runs are simulated as the server records them: tasks of different difficulty, rewards drawn by group and episode, noise
-whose neighbours correlate, failing agents, and the metrics that `batch_forest` computes. The real rules
+whose neighbours correlate, failing agents, and the metrics that `swarm.facts` computes. The real rules
 look at the run after every step. False alarms: the share of healthy runs with any warning of a rule at any look.
 Power: the share of broken runs that the rule notices within the stated steps, at the damage of `DAMAGES`.
 

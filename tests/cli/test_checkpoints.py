@@ -151,7 +151,7 @@ async def test_what_is_not_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture
         await evaluate(up, 0.3)
         for reason in ("No space left", "unexpected"):
             assert f"the best one, could not be kept: {reason}" in caplog.text
-        assert len(up.gateway.swarm.queries.evaluations()) == 2 and up.gateway.store.tags.read() == {}
+        assert len(up.gateway.swarm.queries.journal.evaluations()) == 2 and up.gateway.store.tags.read() == {}
         await up.batch()
         late = EvaluationRequest(policy_version=1, score=0.9, num_tasks=1, num_episodes=1)
         await up.gateway.versions.record_evaluation(late)
@@ -169,7 +169,7 @@ async def test_a_rollback_gives_the_old_weights_a_new_version(tmp_path: Path) ->
             await up.batch()
         waiting = await up.episode(1.0, task="waits")
         live = await up.gateway.begin(BeginRequest(task_id="lives", client_id="c"))
-        before = up.gateway.swarm.queries.status_counts()
+        before = up.gateway.swarm.queries.journal.outcomes()
         assert (before["trained"], before["waiting"], before["live"]) == (16, 1, 1)
         assert up.gateway.swarm.store.journal.task("", "t0").num_groups == 4
         with pytest.raises(ConfigError, match="in use by another server"):
@@ -182,9 +182,9 @@ async def test_a_rollback_gives_the_old_weights_a_new_version(tmp_path: Path) ->
         assert (swarm.policy_version, up.compute.version, up.compute.weights) == (5, 5, weights(data, 1))
         assert up.compute.learned == [], "nothing that was undone is learned again"
         assert swarm.store.journal.task("", "t0").num_groups == 0, "statistics of the undone policy"
-        counts = swarm.queries.status_counts()
+        counts = swarm.queries.journal.outcomes()
         assert (counts["trained"], counts["dropped"], counts["waiting"], counts["live"]) == (4, 13, 0, 0)
-        assert swarm.queries.dropped() == {"rolled_back": 13}
+        assert swarm.queries.journal.counts("dropped") == {"rolled_back": 13}
         assert counts["finished"] == before["finished"]
         undone = recent_episodes(swarm, 5)[-1]
         assert (undone.status, undone.trained_in, undone.dropped) == ("finished", None, "rolled_back")
@@ -194,13 +194,13 @@ async def test_a_rollback_gives_the_old_weights_a_new_version(tmp_path: Path) ->
         await up.batch()
         assert swarm.policy_version == 6 and up.compute.learned == [5]
         assert swarm.last_step["groups/dropped_rolled_back"] == 3 * 2 + 1
-        [event] = [event.body for event in swarm.queries.events() if event.kind == "rollback"]
+        [event] = [event.body for event in swarm.queries.journal.events() if event.kind == "rollback"]
         assert event == {"to": 1, "policy_version": 5, "batches": 3, "trained": 12, "waiting": 1, "live": 1}
         after = up.compute.weights
     shutil.rmtree(checkpoint(data, 6))
     async with running(data) as up:
         assert (up.compute.learned, up.compute.weights) == ([5], after), "replayed to the same weights"
-        counts = up.gateway.swarm.queries.status_counts()
+        counts = up.gateway.swarm.queries.journal.outcomes()
         assert counts["trained"] + counts["dropped"] + counts["waiting"] == counts["finished"]
 
 
@@ -215,7 +215,7 @@ async def test_rollbacks_of_rollbacks(tmp_path: Path) -> None:
     assert (again.policy_version, again.batches, again.trained) == (6, 1, 4)
     async with running(data) as up:
         assert up.compute.weights == weights(data, 1)
-        assert up.gateway.swarm.queries.status_counts()["trained"] == 4
+        assert up.gateway.swarm.queries.journal.outcomes()["trained"] == 4
         up.gateway.versions.tag("start", 1)
     assert roll_back(data, "start")[0].policy_version == 7
 
@@ -301,7 +301,7 @@ async def test_a_rollback_that_cannot_be_right_changes_nothing(tmp_path: Path) -
         roll_back(data, "1")
     shutil.rmtree(checkpoint(data, 3))
     async with running(data) as up:
-        assert up.gateway.swarm.policy_version == 2 and up.gateway.swarm.queries.status_counts()["trained"] == 8
+        assert up.gateway.swarm.policy_version == 2 and up.gateway.swarm.queries.journal.outcomes()["trained"] == 8
 
 
 async def test_a_rollback_to_before_the_oldest_episode_that_is_kept(
@@ -312,7 +312,7 @@ async def test_a_rollback_to_before_the_oldest_episode_that_is_kept(
     done, _ = roll_back(tmp_path / "d", "1")
     assert (done.batches, done.trained) == (2, 8)
     async with running(tmp_path / "d") as up:
-        assert up.gateway.swarm.queries.status_counts()["dropped"] == 8
+        assert up.gateway.swarm.queries.journal.outcomes()["dropped"] == 8
 
 
 async def test_an_interrupted_rollback_is_repeated(tmp_path: Path) -> None:
@@ -327,7 +327,7 @@ async def test_an_interrupted_rollback_is_repeated(tmp_path: Path) -> None:
     assert not whole.exists()
     assert roll_back(data, "1")[0].policy_version == 4
     async with running(data) as up:
-        assert up.compute.weights == weights(data, 1) and up.gateway.swarm.queries.status_counts()["dropped"] == 4
+        assert up.compute.weights == weights(data, 1) and up.gateway.swarm.queries.journal.outcomes()["dropped"] == 4
         await up.batch()
 
 
@@ -408,7 +408,7 @@ async def test_a_branch_begins_at_the_version(tmp_path: Path) -> None:
     async with running(new, card=None) as up:
         assert (up.gateway.swarm.policy_version, up.compute.weights) == (2, weights(data, 2))
         assert up.gateway.status().branched_from == f"{data}@2"
-        assert up.gateway.swarm.queries.status_counts()["finished"] == 0
+        assert up.gateway.swarm.queries.journal.outcomes()["finished"] == 0
         await up.batch()
     async with running(new) as up:
         assert up.gateway.swarm.policy_version == 3 and up.gateway.status().branched_from == f"{data}@2"

@@ -426,7 +426,7 @@ def test_an_edited_program_is_taken_up_and_a_broken_one_rolled_back(tmp_path: Pa
                 agent.write_text(broken)
                 out, err = await process.communicate()
             assert process.returncode == 0, err.decode()
-            counts = served.run.gateway.swarm.queries.status_counts()
+            counts = served.run.gateway.swarm.queries.journal.outcomes()
             assert counts["live"] == 0
             assert counts["trained"] == 16
         document: dict[str, Any] = json.loads(out)
@@ -465,7 +465,7 @@ def test_a_run_that_is_ended_ends_its_programs(tmp_path: Path, folder: Path) -> 
                     await asyncio.sleep(0.01)
                 process.send_signal(signal.SIGTERM)
                 await process.communicate()
-            counts = served.run.gateway.swarm.queries.status_counts()
+            counts = served.run.gateway.swarm.queries.journal.outcomes()
             assert (counts["live"], counts["aborted"]) == (0, 2)
         for pid in pids.iterdir():
             assert not Path(f"/proc/{pid.name}").exists()

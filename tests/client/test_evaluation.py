@@ -184,7 +184,7 @@ async def test_learning_waits_for_an_evaluation_at_a_version(tmp_path: Path, at_
         async def agent(task: Task, episode: AsyncEpisode) -> float:
             if not learning:
                 learning.append(asyncio.create_task(served.run.batch()))
-                await served.run.until(lambda: served.run.gateway.swarm.queries.status_counts()["finished"] == 4)
+                await served.run.until(lambda: served.run.gateway.swarm.queries.journal.outcomes()["finished"] == 4)
             versions.append(served.run.gateway.swarm.policy_version)
             return 1.0
 
@@ -198,7 +198,7 @@ async def test_learning_waits_for_an_evaluation_at_a_version(tmp_path: Path, at_
         assert versions == [0, 0, 0] and found.policy_versions == (0, 0)
         await learning[0]
         assert served.run.gateway.swarm.policy_version == 1
-        assert served.run.gateway.swarm.queries.status_counts()["live"] == 0
+        assert served.run.gateway.swarm.queries.journal.outcomes()["live"] == 0
         with pytest.raises(Conflict) as gone:
             await swarm.evaluate(agent, TASKS, progress=False, at_version=0)
         assert gone.value.code == "version_gone"

@@ -47,7 +47,7 @@ async def test_train_evaluate_checkpoint_and_export(tmp_path: Path) -> None:
         assert [step.policy_version for step in report.steps] == [1, 2, 3]
         assert report.num_aborted == 0 and not report.errors
         assert report.steps[-1].metrics["reward/numbers/mean"] == report.rewards[-1]
-        counts = served.run.gateway.swarm.queries.status_counts()
+        counts = served.run.gateway.swarm.queries.journal.outcomes()
         assert (counts["live"], counts["finished"], counts["expired"]) == (0, len(report.finished), report.num_expired)
         assert (counts["aborted"], counts["not_needed"]) == (report.num_aborted, report.num_not_needed)
         evaluated = await swarm.evaluate(agent, TASKS, repeats=2, progress=False)
@@ -155,7 +155,7 @@ async def test_a_client_that_gives_up_leaves_nothing_behind(tmp_path: Path) -> N
         with pytest.raises(asyncio.CancelledError):
             await training
         served.run.compute.may_sample.set()
-        counts = served.run.gateway.swarm.queries.status_counts()
+        counts = served.run.gateway.swarm.queries.journal.outcomes()
         assert (counts["live"], counts["aborted"]) == (0, 4)
 
 
@@ -187,7 +187,7 @@ async def end_while_agents_hang(served: Served, folder: Path, number: signal.Sig
         hanging = [await process.stdout.readline(), await process.stdout.readline()]
         process.send_signal(number)
         out, err = await process.communicate()
-    counts = served.run.gateway.swarm.queries.status_counts()
+    counts = served.run.gateway.swarm.queries.journal.outcomes()
     assert (counts["live"], counts["finished"]) == (0, 0)
     assert len(hanging) + out.count(b"hanging") <= counts["aborted"] <= 4
     assert process.returncode == (1 if number == signal.SIGINT else 128 + number)
@@ -239,7 +239,7 @@ async def test_stragglers_do_not_hold_up_a_run_with_spares(tmp_path: Path) -> No
         async with asyncio.timeout(20):
             report = await swarm.train(sometimes_hangs, TASKS, steps=2, concurrency=12, progress=False)
         assert len(report.steps) == 2 and report.num_not_needed >= 4
-        groups = [event for event in served.run.gateway.swarm.queries.events() if event.kind == "group"]
+        groups = [event for event in served.run.gateway.swarm.queries.journal.events() if event.kind == "group"]
         complete = [event for event in groups if event.body["state"] == "complete"]
         assert all(len(event.body["episodes"]) == 2 and not event.body["reason"] for event in complete)
 

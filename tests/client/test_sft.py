@@ -27,7 +27,7 @@ from agentjet.config import JobConfig
 from agentjet.errors import ConfigError, Conflict, InvalidRequest, Later
 from agentjet.protocol import BeginRequest, Event, SftRequest
 from agentjet.protocol.base import NO_EFFECT
-from agentjet.swarm.demonstrations import Answered
+from agentjet.swarm.batches import Answered
 from agentjet.types import ModelInfo
 from tests.client.test_real_server import client
 from tests.fakes import running

@@ -109,7 +109,7 @@ async def test_an_unusable_checkpoint_is_set_aside_and_the_one_before_is_taken(
         assert (run.compute.learned, run.compute.weights) == ([2], weights)
         assert versions(run) == [2]
         assert run.gateway.status().unusable_checkpoints == [str(tmp_path / "d" / RUN / "checkpoints" / name)]
-        [event] = [event.body for event in run.gateway.swarm.queries.events() if event.body.get("set_aside")]
+        [event] = [event.body for event in run.gateway.swarm.queries.journal.events() if event.body.get("set_aside")]
         assert not event["ok"] and event["set_aside"].endswith(name)
         info = await run.gateway.versions.save()
         assert (info.policy_version, versions(run)) == (3, [2, 3]), "it is written again"

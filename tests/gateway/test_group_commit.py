@@ -243,7 +243,7 @@ async def test_a_disk_that_refuses_undoes_the_whole_group_and_all_are_told(tmp_p
         assert all(isinstance(r, str | Later) for r in results) and any(isinstance(r, Later) for r in results)
         ids = [episode.id for episode in recent_episodes(run.gateway.swarm, 10)]
         assert sorted(ids) == sorted([kept, *told]), "who was told is there, and nobody else"
-        assert on_disk(tmp_path / "d") == len(ids) == run.gateway.swarm.queries.status_counts()["live"]
+        assert on_disk(tmp_path / "d") == len(ids) == run.gateway.swarm.queries.journal.outcomes()["live"]
         assert len([e for e in seen if e.kind == "episode"]) == len(told)
 
 
@@ -296,7 +296,7 @@ async def test_a_batch_is_recorded_in_slices_by_one_commit(
         await run.fill_batch()
         await run.until(lambda: trained(tmp_path / "d") == (1, 8))
         assert set(found) == {(0, 0)} and len(found) == (6 + 8 if failure == "a slice" else 8)
-        assert swarm.policy_version == 1 and swarm.queries.status_counts()["trained"] == 8
+        assert swarm.policy_version == 1 and swarm.queries.journal.outcomes()["trained"] == 8
 
 
 @pytest.mark.parametrize(("seconds", "num_turns"), [(0.004, 13), (0.0001, 0), (0.03, 39)])

@@ -40,7 +40,7 @@ from agentjet.protocol import (
     flatten,
 )
 from agentjet.swarm import EpisodeRecord
-from agentjet.swarm.queries import Refill, Silence
+from agentjet.swarm.episodes import Refill, Silence
 from bench import alarms
 from tests.fakes import running, saying
 from tests.gateway.test_learning import evaluation

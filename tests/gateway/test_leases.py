@@ -63,7 +63,7 @@ async def test_the_end_of_many_episodes_leaves_the_loop_to_others(
 
         async def watch() -> None:
             while live[-1] > (1 if end == "replaced" else 0):
-                live.append(run.gateway.swarm.queries.status_counts()["live"])
+                live.append(run.gateway.swarm.queries.journal.outcomes()["live"])
                 await asyncio.sleep(0)
 
         watching = asyncio.create_task(watch())

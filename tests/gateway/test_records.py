@@ -43,7 +43,7 @@ from agentjet.gateway.records import (
 )
 from agentjet.recipes.hooks import PlugInThreads
 from agentjet.recipes.registry import make_recipe
-from agentjet.swarm.advantages import AdvantageHook, Advantages, Members
+from agentjet.swarm.facts import AdvantageHook, Advantages, Members
 from agentjet.swarm.origin import POLICIES
 from agentjet.types import ESCAPE, ESCAPED_BYTE
 from tests.swarm.world import World

@@ -25,14 +25,16 @@ async def test_a_stop_during_an_errand_begins_no_batch(tmp_path: Path, caplog: p
 
         saving = asyncio.create_task(run.gateway.phase.between_batches(task))
         await under_way.wait()
-        last = run.gateway.swarm.queries.events()[-1].seq
+        last = run.gateway.swarm.queries.journal.events()[-1].seq
         run.gateway.swarm.batches.ready = lambda: True  # type: ignore[method-assign]
         stopping = asyncio.create_task(run.gateway.engine.stop())
         await run.until(lambda: run.gateway.phase.state == "draining")
         go_on.set()
         assert await saving == "done"
         await stopping
-        entered = [event.body["state"] for event in run.gateway.swarm.queries.events(last) if event.kind == "state"]
+        entered = [
+            event.body["state"] for event in run.gateway.swarm.queries.journal.events(last) if event.kind == "state"
+        ]
         assert entered == ["draining", "offline"] and "the worker failed" not in caplog.text
         with pytest.raises(Conflict, match="The engine is offline"):
             await run.gateway.versions.save()

@@ -71,7 +71,7 @@ async def test_the_limit_that_cut_the_answers_is_known(
     card = replace(make_model_info(tmp_path / "tokenizer"), context_length=100)
     async with running(tmp_path / "d", saying(lambda prompt: "no end " * 100), card=card) as run:
         await run.batch(**asked)
-        step = run.gateway.swarm.queries.last_step
+        step = run.gateway.swarm.store.last_step
         assert step["completion/truncated"] == 1.0
         assert cutting_limit([step], run.gateway.swarm.job) == (limit, is_chosen)
 
@@ -220,7 +220,7 @@ async def test_no_disk_space_for_a_checkpoint(tmp_path: Path) -> None:
         run.compute.fail_save = [CheckpointError("No space left on device")]
         await run.batch()
         assert [info.policy_version for info in run.gateway.store.listing()] == [1]
-        failed = [event.body for event in run.gateway.swarm.queries.events() if event.kind == "checkpoint"][-1]
+        failed = [event.body for event in run.gateway.swarm.queries.journal.events() if event.kind == "checkpoint"][-1]
         assert failed == {"ok": False, "policy_version": 2, "error": "No space left on device"}
         await run.batch()
         assert [info.policy_version for info in run.gateway.store.listing()] == [1, 3]
@@ -284,7 +284,7 @@ async def test_a_batch_that_kills_two_workers_is_set_aside(tmp_path: Path) -> No
         swarm = run.gateway.swarm
         assert (run.compute.weights, swarm.policy_version, swarm.pending) == (weights, 1, None)
         assert {swarm.episode(member).dropped for member in members} == {"poisoned"}
-        [event] = [event for event in swarm.queries.events() if event.kind == "batch"]
+        [event] = [event for event in swarm.queries.journal.events() if event.kind == "batch"]
         assert event.body["reason"] == "out of memory" and event.body["episodes"] == members
         run.compute.deadly.clear()
         await run.batch()

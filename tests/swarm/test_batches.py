@@ -11,7 +11,7 @@ import pytest
 
 from agentjet.compute.operations import body_digest
 from agentjet.errors import CheckpointError, ConfigError
-from agentjet.swarm import Batch, batch_forest
+from agentjet.swarm import Batch, facts
 from agentjet.timeline.forest import Forest
 from agentjet.timeline.identity import context_hash
 from agentjet.timeline.support import EVERYTHING, encode_set, pack_sets
@@ -204,7 +204,7 @@ def test_learning_counts_versions_and_says_what_it_learned_from(make_world: Make
         "optim/lr": 1e-5,
     }
     assert world.swarm.episode(a.id).trained_in == 0
-    assert world.swarm.queries.events()[-1].body == {"policy_version": 1, "metrics": metrics}
+    assert world.journal.events()[-1].body == {"policy_version": 1, "metrics": metrics}
 
 
 def test_equal_groups_and_answers_that_were_cut_off_are_counted(make_world: Make) -> None:
@@ -276,7 +276,7 @@ def test_calls_that_offer_tools_and_omitted_images_are_counted(make_world: Make)
 def test_each_finished_episode_is_in_at_most_one_batch(world: World) -> None:
     batches = [batch for batch, _ in advance(world, steps=3)]
     trained = [episode_id for batch in batches for episode_id in batch.episode_ids]
-    assert len(trained) == len(set(trained)) == 12 == world.swarm.queries.status_counts()["trained"]
+    assert len(trained) == len(set(trained)) == 12 == world.journal.outcomes()["trained"]
     assert [batch.id for batch in batches] == [0, 1, 2]
 
 
@@ -300,13 +300,13 @@ def test_each_group_of_a_learned_batch_has_a_slice_and_its_members_share_slices(
 def test_a_replay_sees_the_same_bytes_and_changes_nothing(world: World) -> None:
     learned = advance(world, steps=3)
     world.reopen()
-    before = (world.swarm.queries.status_counts(), world.swarm.queries.events(), world.swarm.last_step)
+    before = (world.journal.outcomes(), world.journal.events(), world.swarm.last_step)
     replayed = world.swarm.batches.resume(CheckpointStamp(1, "d"))
     assert replayed == [batch for batch, _ in learned[1:]]
     for batch, (_, forest) in zip(replayed, learned[1:], strict=True):
         assert same(world.forest(batch), forest)
         assert world.swarm.batches.learned(batch, {"policy/entropy": 9.9})["policy/entropy"] == 0.5
-    assert (world.swarm.queries.status_counts(), world.swarm.queries.events(), world.swarm.last_step) == before
+    assert (world.journal.outcomes(), world.journal.events(), world.swarm.last_step) == before
     assert world.swarm.policy_version == 3
 
 
@@ -422,7 +422,7 @@ def test_a_batch_is_built_with_the_calls_of_one_episode_in_memory(
     world = make_world(batch_size=8)
     for number in range(8):
         world.play(f"g{number}", 0.0, 1.0)
-    batch, rows, alive = world.swarm.batches.compose(), batch_forest._rows, []
+    batch, rows, alive = world.swarm.batches.compose(), facts._rows, []
 
     def counting(*args: Any) -> list[Any]:
         alive.append(sum(isinstance(known, Call) for known in gc.get_objects()))
@@ -430,6 +430,6 @@ def test_a_batch_is_built_with_the_calls_of_one_episode_in_memory(
         return rows(*args)
 
     before = sum(isinstance(known, Call) for known in gc.get_objects())
-    monkeypatch.setattr(batch_forest, "_rows", counting)
+    monkeypatch.setattr(facts, "_rows", counting)
     world.training(batch)
     assert len(alive) == 16 and max(alive) - before <= 2

@@ -91,7 +91,7 @@ def test_a_closing_group_survives_everything_but_its_answer(deferring: Make) -> 
     client = world.swarm.queries.groups[0].client_id
     for _ in range(2):
         assert states(world) == ["closing"] and not world.swarm.batches.ready()
-        assert world.swarm.queries.status_counts()["waiting"] == 2
+        assert world.journal.outcomes()["waiting"] == 2
         with pytest.raises(Later) as refused:
             world.begin("b")
         assert refused.value.code == "batch_full"
@@ -115,7 +115,7 @@ def test_a_dropped_group_is_counted_once(deferring: Make) -> None:
     for _ in range(2):
         world.swarm.decide(found, found.answer())
     assert world.swarm.episode(first).dropped == "dull" and states(world) == []
-    assert world.swarm.queries.dropped() == {"dull": 2}
+    assert world.journal.counts("dropped") == {"dull": 2}
     assert world.journal.task("", "t").num_groups == 1
 
 
@@ -157,7 +157,7 @@ def test_an_answer_for_a_group_that_was_dropped_meanwhile_changes_nothing(deferr
     world.swarm.batches.compose()
     assert world.swarm.undecided() is None, "surplus"
     world.swarm.decide(late, "")
-    assert states(world) == [] and world.swarm.queries.dropped() == {"surplus": 2}
+    assert states(world) == [] and world.journal.counts("dropped") == {"surplus": 2}
 
 
 def test_an_expired_episode_does_not_wait_for_the_recipe(deferring: Make) -> None:

@@ -62,7 +62,7 @@ def test_a_change_of_code_makes_room_in_a_full_batch(make_world: Make) -> None:
     with pytest.raises(Later):
         world.begin("b", code_version="v1")
     assert world.begin("a", code_version="v2").status == "live"
-    assert world.swarm.queries.status_counts()["dropped"] == 2
+    assert world.journal.outcomes()["dropped"] == 2
 
 
 def test_two_versions_side_by_side_leave_each_other_alone(make_world: Make) -> None:
@@ -82,28 +82,28 @@ def test_what_became_of_each_version_is_counted(make_world: Make) -> None:
     world.finish(world.begin("d", mode="eval", code_version="v1"), 1.0)
     world.begin("e")
     for _ in range(2):
-        tallies = world.swarm.queries.code_versions()
+        tallies = world.journal.code_versions()
         assert list(tallies) == ["v2", "v1"]
         assert (tallies["v1"].episodes, tallies["v1"].finished, tallies["v1"].aborted) == (4, 2, 1)
         assert (tallies["v1"].reward_mean, tallies["v2"].reward_mean) == (0.5, 0.25)
         world.reopen()
     world.now += LEASE
     world.swarm.reap()
-    assert world.swarm.queries.code_versions()["v1"].aborted == 2
+    assert world.journal.code_versions()["v1"].aborted == 2
 
 
 def test_the_newest_versions_are_kept(make_world: Make) -> None:
     world = make_world(batch_size=100)
     for number in range(CODE_VERSIONS_KEPT + 2):
         world.play(f"g{number}", 1, code_version=f"v{number}")
-    kept = world.swarm.queries.code_versions()
+    kept = world.journal.code_versions()
     assert list(kept) == [f"v{number}" for number in range(2, CODE_VERSIONS_KEPT + 2)]
     world.begin("again", code_version="v0")
-    tally = world.swarm.queries.code_versions()["v0"]
+    tally = world.journal.code_versions()["v0"]
     assert (tally.episodes, tally.finished, tally.reward_mean) == (1, 0, None)
-    assert len(world.swarm.queries.code_versions()) == CODE_VERSIONS_KEPT
-    before = list(world.swarm.queries.code_versions().items())
-    assert list(world.reopen().queries.code_versions().items()) == before
+    assert len(world.journal.code_versions()) == CODE_VERSIONS_KEPT
+    before = list(world.journal.code_versions().items())
+    assert list(world.reopen().queries.journal.code_versions().items()) == before
 
 
 def test_a_versions_rewards_are_metrics_and_its_first_use_an_event(make_world: Make) -> None:
@@ -114,5 +114,5 @@ def test_a_versions_rewards_are_metrics_and_its_first_use_an_event(make_world: M
     world.forest(batch)
     metrics = world.swarm.batches.learned(batch, {})
     assert (metrics["code/v1/reward_mean"], metrics["code/v2/reward_mean"]) == (0.5, 1.0)
-    told = [event.body for event in world.swarm.queries.events() if event.kind == "code_version"]
+    told = [event.body for event in world.journal.events() if event.kind == "code_version"]
     assert told == [{"code_version": version, "client_id": "anonymous"} for version in ("v1", "v2")]

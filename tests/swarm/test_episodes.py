@@ -22,7 +22,7 @@ def test_a_retried_begin_gives_the_same_episode(world: World) -> None:
     first = world.begin(key="k1")
     assert world.begin(key="k1") == first
     assert world.begin(key="k2").id != first.id
-    assert world.swarm.queries.status_counts()["live"] == 2
+    assert world.journal.outcomes()["live"] == 2
     assert world.kinds().count("episode") == 2
 
 
@@ -41,7 +41,7 @@ def test_a_key_is_not_for_two_requests(world: World) -> None:
     with pytest.raises(Conflict, match="'k' was used before") as refused:
         world.begin(key="k", task_id="another")
     assert refused.value.code == "idempotency_key_reused"
-    assert world.swarm.queries.status_counts()["live"] == 1
+    assert world.journal.outcomes()["live"] == 1
 
 
 def test_two_clients_may_use_the_same_key(world: World) -> None:
@@ -54,7 +54,7 @@ def test_finishing_twice_gives_the_same_answer(world: World) -> None:
     assert first.status == "finished" and first.reward == 0.5
     assert world.finish(episode, 0.5, key="k", metrics={"steps": 3.0}) == first
     assert world.finish(episode, 0.5, metrics={"steps": 3.0}) == first
-    assert world.swarm.queries.status_counts()["finished"] == 1
+    assert world.journal.outcomes()["finished"] == 1
 
 
 def test_a_second_reward_or_text_is_refused_not_ignored(world: World) -> None:
@@ -130,7 +130,7 @@ def test_only_calls_end_the_silence_of_an_episode(world: World) -> None:
     world.call(episode, 5)
     for _ in range(3):
         world.now += LEASE / 2
-        for live in queries.live():
+        for live in queries.store.live():
             world.swarm.heartbeat(live.id)
     assert queries.silence(episode) == (150.0, LEASE, MAX_SECONDS - 155, 0.0)
     other = queries.most_silent()
@@ -144,7 +144,7 @@ def test_only_calls_end_the_silence_of_an_episode(world: World) -> None:
         ) in queries.waiting_for()
     world.reopen()
     world.now += 7
-    assert {world.swarm.queries.silence(live).seconds for live in world.swarm.queries.live()} == {7.0}
+    assert {world.swarm.queries.silence(live).seconds for live in world.swarm.store.live()} == {7.0}
 
 
 def test_running_evaluations_are_named_while_no_training_episode_is_begun(world: World) -> None:
@@ -232,10 +232,10 @@ def test_clients_are_shown_with_when_they_were_last_seen(world: World) -> None:
     a = world.begin(client_id="a")
     world.now += 5
     world.begin(client_id="b")
-    assert world.swarm.queries.clients() == {"a": 1000.0, "b": 1005.0}
+    assert world.swarm.queries.leases.clients == {"a": 1000.0, "b": 1005.0}
     world.now += 5
     world.swarm.heartbeat(a.id)
-    assert list(world.swarm.queries.clients().items()) == [("b", 1005.0), ("a", 1010.0)]
+    assert list(world.swarm.queries.leases.clients.items()) == [("b", 1005.0), ("a", 1010.0)]
 
 
 def test_events_go_out_after_they_are_on_disk_and_in_order(world: World) -> None:
@@ -245,5 +245,5 @@ def test_events_go_out_after_they_are_on_disk_and_in_order(world: World) -> None
         episode = world.begin()
         world.finish(episode, 1.0)
         assert heard == []
-    assert heard == [event.seq for event in world.swarm.queries.events()] == [1, 2]
-    assert [event.seq for event in world.swarm.queries.events(after=1)] == [2]
+    assert heard == [event.seq for event in world.journal.events()] == [1, 2]
+    assert [event.seq for event in world.journal.events(after=1)] == [2]

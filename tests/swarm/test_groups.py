@@ -33,16 +33,16 @@ def test_only_what_the_batch_needs_is_admitted(world: World) -> None:
     admitted = [world.begin(group) for group in ("a", "a", "b", "b")]
     assert refused(world, "a") == "group_full"
     assert refused(world, "c") == "batch_full"
-    assert world.swarm.queries.status_counts()["live"] == len(admitted) == 4
+    assert world.journal.outcomes()["live"] == len(admitted) == 4
     assert (world.swarm.queries.num_groups("open"), world.swarm.queries.num_groups("complete")) == (2, 0)
 
 
 def test_a_refused_begin_leaves_no_trace(world: World) -> None:
     world.play("a", 0, 1)
     world.play("b", 0, 1)
-    before = (world.swarm.queries.events(), world.swarm.queries.status_counts(), world.swarm.queries.groups)
+    before = (world.journal.events(), world.journal.outcomes(), world.swarm.queries.groups)
     assert refused(world, "c", key="k") == "batch_full"
-    assert (world.swarm.queries.events(), world.swarm.queries.status_counts(), world.swarm.queries.groups) == before
+    assert (world.journal.events(), world.journal.outcomes(), world.swarm.queries.groups) == before
     world.swarm.batches.learned(world.swarm.batches.compose(), {})
     assert world.begin("c", key="k").status == "live"
 
@@ -130,10 +130,10 @@ def test_a_short_group_below_the_minimum_is_dropped_and_counted(make_world: Make
     world.now += LEASE
     world.swarm.reap()
     assert world.swarm.episode(alone.id).dropped == "too_few"
-    assert world.swarm.queries.status_counts() == {
+    assert world.journal.outcomes() == {
         "live": 0, "finished": 1, "aborted": 0, "expired": 0, "not_needed": 0, "trained": 0, "waiting": 0, "dropped": 1,
     }  # fmt: skip
-    assert world.swarm.queries.events()[-1].body["reason"] == "too_few"
+    assert world.journal.events()[-1].body["reason"] == "too_few"
     world.play("b", 0, 1, 1)
     world.play("c", 0, 1, 1)
     batch = world.swarm.batches.compose()
@@ -224,7 +224,7 @@ def test_eval_episodes_are_never_counted_grouped_or_trained(make_world: Make) ->
     world.play("a", 0, 1)
     world.swarm.batches.compose()
     assert world.begin("a", mode="eval").status == "live"
-    assert world.swarm.queries.status_counts()["waiting"] == 2
+    assert world.journal.outcomes()["waiting"] == 2
 
 
 def test_nothing_is_admitted_while_a_batch_is_learned(make_world: Make) -> None:

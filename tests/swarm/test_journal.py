@@ -81,14 +81,14 @@ def test_episodes_that_were_not_needed_are_counted_apart(world: World) -> None:
     for reason in ("surplus: enough", "not needed: the client has its steps", "surplus", "Timeout"):
         world.abort(world.begin(code_version="v1"), reason)
     expected = {"live": 0, "finished": 0, "aborted": 2, "expired": 0, "not_needed": 2}
-    assert expected.items() <= world.swarm.queries.status_counts().items()
-    code = world.swarm.queries.code_versions()["v1"]
+    assert expected.items() <= world.journal.outcomes().items()
+    code = world.journal.code_versions()["v1"]
     assert (code.episodes, code.aborted, code.not_needed) == (4, 2, 2)
     world.reopen()
-    assert expected.items() <= world.swarm.queries.status_counts().items()
+    assert expected.items() <= world.journal.outcomes().items()
     world.abort(world.begin(), "stale: old")
     world.reopen()
-    assert world.swarm.queries.status_counts()["not_needed"] == 3
+    assert world.journal.outcomes()["not_needed"] == 3
 
 
 def fill_disk(world: World) -> None:
@@ -101,8 +101,8 @@ def test_a_full_disk_is_said_and_nothing_is_half_done(world: World) -> None:
     live, finished = world.begin(), world.begin()
     world.call(live, 5)
     before = (
-        world.swarm.queries.status_counts(),
-        world.swarm.queries.events(),
+        world.journal.outcomes(),
+        world.journal.events(),
         world.swarm.queries.groups,
         world.swarm.episode(live.id),
     )
@@ -116,8 +116,8 @@ def test_a_full_disk_is_said_and_nothing_is_half_done(world: World) -> None:
     assert "full" in refused.value.message
     assert heard == []
     now = (
-        world.swarm.queries.status_counts(),
-        world.swarm.queries.events(),
+        world.journal.outcomes(),
+        world.journal.events(),
         world.swarm.queries.groups,
         world.swarm.episode(live.id),
     )
@@ -149,7 +149,7 @@ def test_an_error_inside_a_transaction_undoes_all_of_it(world: World) -> None:
     with pytest.raises(ZeroDivisionError), world.swarm.store.transaction():
         world.begin()
         raise ZeroDivisionError
-    assert world.swarm.queries.status_counts()["live"] == 0 == len(world.swarm.queries.events())
+    assert world.journal.outcomes()["live"] == 0 == len(world.journal.events())
     assert world.begin().seq == 1
 
 
@@ -176,13 +176,13 @@ def test_a_server_that_only_evaluates_keeps_what_the_rule_says(world: World, mon
             world.prune()
         world.call(episodes[-1], 7)
         world.finish(episodes[-1], 1.0)
-    assert world.swarm.queries.status_counts()["finished"] == 20
+    assert world.journal.outcomes()["finished"] == 20
     with_calls = [episode for episode in episodes if world.journal.calls(episode.id)]
     assert 0 < len(with_calls) <= 5, "calls of ended episodes go with the next prune"
     with pytest.raises(NotFound):
         world.swarm.episode(episodes[0].id)
     assert [episode.seq for episode in recent_episodes(world.reopen(), 3)] == [20, 19, 18]
-    events = world.swarm.queries.events()
+    events = world.journal.events()
     assert events[0].kind == "evaluation" and 0 < len(events) < 20, "evaluations stay, and the newest other events"
 
 

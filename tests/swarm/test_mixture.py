@@ -165,7 +165,7 @@ def test_a_set_that_left_holds_nobody_up_and_is_owed_nothing(make_world: Make) -
     fleet.leave("slow")
     assert world.swarm.queries.waiting_for().startswith("rewards of task set 'slow' (")
     assert shares(fleet.run(3, most_seconds=2 * LEASE + 20)[1:]) == {"fast": 1.0}
-    told = [event.body for event in world.swarm.queries.events() if event.kind == "task_set"]
+    told = [event.body for event in world.journal.events() if event.kind == "task_set"]
     assert told[-1] == {"task_set": "slow", "state": "left"}
     fleet.join("slow", 10)
     fleet.run(1)
@@ -198,7 +198,7 @@ def test_a_set_that_joins_costs_nobody_an_episode(make_world: Make) -> None:
     fleet.join("b", 3)
     fleet.run(2)
     assert shares(fleet.run(8)) == pytest.approx({"a": 0.5, "b": 0.5}, abs=0.04)
-    assert world.swarm.queries.status_counts()["dropped"] == 0
+    assert world.journal.outcomes()["dropped"] == 0
 
 
 def test_a_set_that_finishes_nothing_is_passed_over_in_time(make_world: Make) -> None:
@@ -216,7 +216,7 @@ def test_a_set_that_finishes_nothing_is_passed_over_in_time(make_world: Make) ->
         fleet.tick()
         assert world.now < began + MAX_SECONDS + 2 * LEASE
     assert fleet.batches == [["good", "good"]]
-    assert [event.body["state"] for event in world.swarm.queries.events(limit=10**6) if event.kind == "task_set"].count(
+    assert [event.body["state"] for event in world.journal.events(limit=10**6) if event.kind == "task_set"].count(
         "stalled"
     ) == 1
     world.play("b", 0, 1, task_set="broken", client_id="broken")  # it has another chance with the next batch
@@ -260,19 +260,19 @@ def test_weights_can_change_while_training_runs(make_world: Make) -> None:
     assert shares(fleet.run(20)) == pytest.approx({"fast": 0.75, "slow": 0.25}, abs=0.02)
     world.swarm.replace_job(world.job.model_copy(update={"task_weights": {}}))
     fleet.run(5)
-    assert world.swarm.queries.status_counts()["dropped"] == 0
+    assert world.journal.outcomes()["dropped"] == 0
 
 
 def test_what_is_shown_of_task_sets(make_world: Make) -> None:
     world = make_world(batch_size=3, task_weights={"a": 2.0, "b": 1.0, "never": 1.0})
-    assert world.swarm.queries.task_sets()["never"].share == 0
+    assert world.swarm.queries.mixture.shares()["never"].share == 0
     world.play("a0", 0, 1, task_set="a")
     world.play("a1", 1, 1, task_set="a")
     first = world.begin("b0", task_set="b")
     assert world.swarm.queries.waiting_for() == (
         "rewards of task set 'b' (0 of 1 groups): 2 of 3 groups are complete, 1 open, 1 episodes live"
     )
-    one = world.swarm.queries.task_sets()["b"]
+    one = world.swarm.queries.mixture.shares()["b"]
     assert (one.weight, one.groups_open, one.groups_complete, one.reward_mean) == (1.0, 1, 0, None)
     for episode in (first, world.begin("b0", task_set="b")):
         world.call(episode, 7)
@@ -283,7 +283,7 @@ def test_what_is_shown_of_task_sets(make_world: Make) -> None:
     assert (metrics["batch/share/a"], metrics["batch/share/b"]) == (pytest.approx(2 / 3), pytest.approx(1 / 3))
     assert (metrics["reward/a/mean"], metrics["reward/b/mean"]) == (0.75, 0.25)
     for _ in range(2):
-        shown = world.swarm.queries.task_sets()
+        shown = world.swarm.queries.mixture.shares()
         assert (shown["a"].share, shown["a"].reward_mean) == (pytest.approx(2 / 3), 0.75)
         assert list(shown) == ["a", "b", "never"]
         world.reopen()
@@ -291,4 +291,4 @@ def test_what_is_shown_of_task_sets(make_world: Make) -> None:
 
 def test_without_names_there_is_nothing_to_show(world: World) -> None:
     world.play("a", 0, 1)
-    assert world.swarm.queries.task_sets() == {}
+    assert world.swarm.queries.mixture.shares() == {}

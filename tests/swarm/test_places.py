@@ -166,10 +166,10 @@ def test_no_honest_client_starves(
                 market.step()
             assert world.swarm.policy_version > before[0], world.swarm.queries.waiting_for()
             assert all(client.num_finished > n for client, n in zip(honest, before[1], strict=True))
-        counts = world.swarm.queries.status_counts()
+        counts = world.journal.outcomes()
         assert counts["finished"] == counts["trained"] + counts["waiting"] + counts["dropped"]
-        assert counts["dropped"] == sum(world.swarm.queries.dropped().values())
-        assert world.swarm.queries.dropped().keys() <= {"surplus", "stale", "stalled"}
+        assert counts["dropped"] == sum(world.journal.counts("dropped").values())
+        assert world.journal.counts("dropped").keys() <= {"surplus", "stale", "stalled"}
         world.close()
 
 
@@ -214,7 +214,7 @@ def test_a_client_alone_gets_every_place_at_once(
         market = Market(world, [Simulated("alone", polls, duration)], seed)
         for _ in range(30):
             market.ask(market.clients[0])
-            assert len(world.swarm.queries.groups) == world.swarm.queries.places
+            assert len(world.swarm.queries.groups) == world.swarm.store.num_places
             market.step()
         assert world.swarm.queries.places_left >= 0
         world.close()
@@ -236,7 +236,7 @@ def test_a_silent_client_delays_another_one_by_one_lease(make_world: Make) -> No
     assert all(world.swarm.episode(episode.id).status == "live" for episode in greedy), "lent, not taken away"
     world.call(greedy[0], 7)
     wait(world, 1.0, *greedy, *begun)
-    assert world.swarm.queries.holders()["greedy"].num_silent == 3, "a call ends it"
+    assert world.swarm.places.holders()["greedy"].num_silent == 3, "a call ends it"
     world.abort(begun[0])
     assert not opens(world, "other", "e"), "so the batch has its groups again"
     finish(world, *begun[1:], greedy[0])
@@ -262,7 +262,7 @@ def test_a_silent_client_delays_no_further_batch(make_world: Make) -> None:
     assert len(greedy) == 4
     world.call(greedy[0], 7)
     wait(world, 1.0, *greedy)
-    assert world.swarm.queries.holders()["greedy"].num_silent == 0, "a call ends it"
+    assert world.swarm.places.holders()["greedy"].num_silent == 0, "a call ends it"
     assert not opens(world, "other", *"abcd")
 
 
@@ -272,7 +272,7 @@ def test_lent_places_make_no_token_too_old(
 ) -> None:
     """Twice as many groups as there are places are complete: those above the limit of age are dropped and counted."""
     world = make_world(batch_size=2, max_staleness=staleness, **ONE_EACH)
-    num_places = world.swarm.queries.places
+    num_places = world.swarm.store.num_places
     late = opens(world, "late", *"abcd"[:num_places])
     wait(world, LEASE, *late)
     begun = opens(world, "other", *"abcd")
@@ -287,7 +287,7 @@ def test_lent_places_make_no_token_too_old(
     for _ in range(2):
         learn(world)
     assert not world.swarm.batches.ready() and not world.swarm.queries.groups
-    assert world.swarm.queries.dropped() == dropped and world.swarm.queries.status_counts()["trained"] == 4
+    assert world.journal.counts("dropped") == dropped and world.journal.outcomes()["trained"] == 4
 
 
 def test_a_slow_tool_of_a_group_with_a_finished_episode_is_waited_for(make_world: Make) -> None:
@@ -415,5 +415,5 @@ def test_the_status_names_who_waits_and_who_holds(make_world: Make) -> None:
     opens(world, "third", "1")
     waiting = text.replace("waits", "and 1 more wait") + " (2 silent, so others may open as many)"
     assert waiting in world.swarm.queries.waiting_for()
-    shown = {name: (one.num_open, one.num_silent, one.waits) for name, one in world.swarm.queries.holders().items()}
+    shown = {name: (one.num_open, one.num_silent, one.waits) for name, one in world.swarm.places.holders().items()}
     assert shown == {"greedy": (2, 2, False), "other": (2, 0, True), "third": (0, 0, True)}

@@ -19,7 +19,7 @@ from agentjet.config import ModelConfig
 from agentjet.errors import ConfigError, InvalidRequest
 from agentjet.protocol import status_of
 from agentjet.swarm import Batch, Journal
-from agentjet.swarm.batch_forest import is_uniform
+from agentjet.swarm.facts import is_uniform
 from agentjet.swarm.origin import of_policy, policies_of
 from agentjet.types import ModelInfo
 from tests.swarm.test_origin import CARD

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentjet.swarm.mixture import MAX_CARRY, carried, deal, needs, quotas
+from agentjet.swarm.places import MAX_CARRY, carried, deal, needs, quotas
 
 SETS = st.dictionaries(st.sampled_from("abcdef"), st.floats(0.05, 20), min_size=1)
 

@@ -17,7 +17,8 @@ import pytest
 from agentjet.errors import ConfigError
 from agentjet.protocol import BeginRequest, EpisodeQuery, FinishRequest
 from agentjet.swarm import Journal, SwarmState
-from agentjet.swarm.queries import Queries
+from agentjet.swarm.episodes import Queries
+from agentjet.swarm.facts import load_trees
 from agentjet.swarm.schema import migration
 from agentjet.types import SOLE_POLICY
 from tests.locks.data_dirs import EARLIER
@@ -43,19 +44,19 @@ def swarm(journal: Journal) -> SwarmState:
 def test_a_viewer_reads_all_of_it(tmp_path: Path) -> None:
     with closing(Journal.open_read_only(unpack(tmp_path) / "journal.sqlite")) as journal:
         queries = Queries.recorded(journal, lambda: 0.0)
-        assert queries.policy_version == 3 and [step["reward/mean"] for step in queries.recent_steps] == [0.5] * 3
-        [evaluation] = queries.evaluations()
+        assert queries.store.policy_version == 3 and [step["reward/mean"] for step in queries.recent_steps] == [0.5] * 3
+        [evaluation] = queries.journal.evaluations()
         assert (evaluation.score, evaluation.name, evaluation.held_out, evaluation.best) == (0.25, "", True, True)
         episodes = journal.find_episodes(EpisodeQuery(limit=100)).episodes
         assert len(episodes) == 18 == len({episode.id for episode in episodes})
         for episode in episodes:
             assert episode.reward_text == ""
             assert [call.role for call in queries.calls(episode.id)] == ["", "", "judge"]
-            assert sorted(queries.trees(episode.id)) == ["", "judge"] and not queries.orphans(episode.id)
+            assert sorted(load_trees(journal, episode.id)) == ["", "judge"] and not queries.orphans(episode.id)
 
 
 def test_the_pending_batch_is_learned_and_the_open_group_completed(swarm: SwarmState) -> None:
-    pending, [live] = swarm.pending, swarm.queries.live()
+    pending, [live] = swarm.pending, swarm.store.live()
     assert pending is not None and pending.id == 3
     [trained] = swarm.batches.training_batches(pending).values()
     assert trained.facts.call_rewards.tolist() == [*TURNS[""], *TURNS["judge"]] * 4

@@ -282,12 +282,12 @@ class History:
             "groups": swarm.queries.groups,
             "pending": swarm.pending,
             "version": swarm.policy_version,
-            "counts": swarm.queries.status_counts(),
+            "counts": swarm.queries.journal.outcomes(),
             "last_step": swarm.last_step,
             "carry": swarm.store.carry,
-            "code_versions": list(swarm.queries.code_versions().items()),
-            "task_sets": swarm.queries.task_sets(),
-            "events": swarm.queries.events(),
+            "code_versions": list(swarm.queries.journal.code_versions().items()),
+            "task_sets": swarm.queries.mixture.shares(),
+            "events": swarm.queries.journal.events(),
             "trees": {key: swarm.tree(*key).calls for key in self.calls},
         }
 
@@ -307,14 +307,14 @@ class History:
             assert getattr(stored, name) == getattr(live, name), name
         for name in ("episodes", "groups", "steps"):
             assert [*getattr(stored, name)] == [*getattr(live, name)], f"the order of {name}"
-        counts = swarm.queries.status_counts()
+        counts = swarm.queries.journal.outcomes()
         episodes = {episode.id: swarm.episode(episode.id) for episode in self.begun}.values()
         for status in ("live", "finished", "aborted", "expired"):
             assert counts[status] == sum(episode.status == status for episode in episodes)
         scored = sum(episode.status == "finished" and episode.mode == "train" for episode in episodes)
         assert counts["trained"] + counts["waiting"] + counts["dropped"] == scored
         assert counts["dropped"] == sum(bool(episode.dropped) for episode in episodes)
-        assert counts["dropped"] == sum(swarm.queries.dropped().values())
+        assert counts["dropped"] == sum(swarm.queries.journal.counts("dropped").values())
         assert len(self.trained) == len(set(self.trained))
         assert len(swarm.queries.groups) <= job.batch_size
         assert all(len(group.members) <= job.group_size for group in swarm.queries.groups)

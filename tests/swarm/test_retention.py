@@ -15,6 +15,7 @@ from contextlib import closing
 import pytest
 
 from agentjet.swarm import journal
+from agentjet.swarm.facts import load_trees
 from agentjet.swarm.journal import Slice
 from agentjet.types import CheckpointStamp
 from tests.swarm.world import World
@@ -119,7 +120,7 @@ def test_a_crash_between_two_slices_is_mended_the_next_time(make_world: Make, nu
     left = [len(world.swarm.queries.calls(member)) for member in members]
     assert sum(left) == 12 - num_done
     for member in members:  # A tree whose call lacks its parent cannot be built.
-        trees = world.swarm.queries.trees(member)
+        trees = load_trees(world.swarm.queries.journal, member)
         assert sum(len(tree.calls) for tree in trees.values()) == len(world.swarm.queries.calls(member))
     world.prune()
     assert not with_calls(world) and not world.swarm.store.unneeded()

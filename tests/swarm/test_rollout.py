@@ -181,7 +181,7 @@ def test_a_wrong_answer_is_refused_by_name(make_world: Make, answer: dict[str, o
     with pytest.raises(RecipeError, match=f"the recipe '{NAME}': `rollout`") as refused:
         world.begin("a")
     assert message in str(refused.value)
-    assert world.swarm.queries.groups == () and world.swarm.queries.status_counts()["live"] == 0
+    assert world.swarm.queries.groups == () and world.journal.outcomes()["live"] == 0
 
 
 def test_numbers_of_numpy_are_numbers() -> None:

@@ -64,7 +64,7 @@ def test_a_spare_group_ends_with_the_batch_on_policy(make_world: Make) -> None:
     learn(world)
     assert world.swarm.episode(slow[0].id).dropped == "surplus"
     assert world.swarm.episode(slow[1].id).status == "aborted"
-    assert world.swarm.queries.groups == () and world.swarm.queries.status_counts()["dropped"] == 1
+    assert world.swarm.queries.groups == () and world.journal.outcomes()["dropped"] == 1
 
 
 def test_on_policy_nothing_begins_while_a_batch_is_learned(make_world: Make) -> None:
@@ -115,7 +115,7 @@ def test_what_grew_too_old_is_dropped_and_counted(make_world: Make) -> None:
         world.finish(episode, reward)
     learn(world)
     assert world.swarm.last_step["batch/staleness_max"] == 0
-    assert world.swarm.queries.dropped() == {"stale": 1}
+    assert world.journal.counts("dropped") == {"stale": 1}
     assert world.swarm.last_step["groups/dropped_stale"] == 1 and world.swarm.last_step["episodes/stale"] == 1
 
 

@@ -34,7 +34,7 @@ def test_a_successor_has_the_places_of_a_killed_client_at_once(world: World) -> 
     assert {end.reason.partition(":")[0] for end in ends[1:]} == {"replaced"}
     assert {end.reward for end in ends[1:]} == {None} and ends[0].dropped == "too_few"
     assert [group.members for group in world.swarm.queries.groups] == [(successor.id,)]
-    assert world.swarm.queries.status_counts()["live"] == 1
+    assert world.journal.outcomes()["live"] == 1
     world.call(successor, 7)
     world.finish(successor, 1.0)
     world.play("c", 0.0, **named("new"))
@@ -64,7 +64,7 @@ def test_a_repeated_request_has_one_effect(world: World) -> None:
     assert world.begin("a", key="l", **named("new")) == second
     assert world.begin("a", key="k", **named("killed")).id == first.id, "an answer that was lost before the takeover"
     assert world.begin("a", key="k", **named("new")).id == first.id
-    assert world.swarm.queries.status_counts() == world.swarm.queries.status_counts() | {"live": 1, "not_needed": 1}
+    assert world.journal.outcomes() == world.journal.outcomes() | {"live": 1, "not_needed": 1}
 
 
 def test_a_replaced_process_is_refused(world: World) -> None:

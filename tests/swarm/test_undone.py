@@ -21,7 +21,7 @@ import pytest
 
 from agentjet.errors import Later
 from agentjet.protocol import BeginRequest, CloseGroupsRequest, GroupName, SftRequest, status_of
-from agentjet.swarm.demonstrations import Answered
+from agentjet.swarm.batches import Answered
 from agentjet.swarm.state import State
 from tests.swarm.world import LEASE, MAX_SECONDS, World, refused_commits
 
@@ -36,7 +36,7 @@ def opens(world: World) -> Iterator[None]:
     with pytest.raises(Later):
         for number in range(9):
             world.begin(f"{number}", client_id="other")
-    world.abort(next(e for e in world.swarm.queries.live() if e.client_id == "other"))
+    world.abort(next(e for e in world.swarm.store.live() if e.client_id == "other"))
     world.swarm.places.refused(BeginRequest(task_id="t", client_id="a"))
     yield
     world.begin("new", client_id="a")
@@ -192,7 +192,7 @@ def memory(world: World) -> dict[str, Any]:
 
 def conversations(world: World) -> dict[str, list[str]]:
     """The calls of each live episode, as the next call would find them."""
-    return {e.id: [call.id for call in world.swarm.tree(e.id, "").calls] for e in world.swarm.queries.live()}
+    return {e.id: [call.id for call in world.swarm.tree(e.id, "").calls] for e in world.swarm.store.live()}
 
 
 def rows(world: World) -> list[str]:
@@ -295,7 +295,7 @@ def test_begins_that_were_undone_take_no_share(make_world: Make) -> None:
             world.swarm.store.commit()
     world.swarm.places.refused(BeginRequest(task_id="t", client_id="b"))
     assert world.begin("g", client_id="a").status == "live"
-    assert set(world.swarm._leases._last_seen) == {episode.id for episode in world.swarm.queries.live()}
+    assert set(world.swarm._leases._last_seen) == {episode.id for episode in world.swarm.store.live()}
 
 
 # ---- 3. the reason --------------------------------------------------------------------------------------------------

@@ -105,7 +105,7 @@ class World:
         return begun
 
     def kinds(self) -> list[str]:
-        return [event.kind for event in self.swarm.queries.events()]
+        return [event.kind for event in self.swarm.queries.journal.events()]
 
 
 @contextmanager

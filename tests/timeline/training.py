@@ -8,7 +8,7 @@ from typing import Any, cast
 import numpy as np
 
 from agentjet.config import JobConfig
-from agentjet.swarm.batch_forest import build
+from agentjet.swarm.facts import build
 from agentjet.swarm.journal import Journal
 from agentjet.swarm.state import Batch, EpisodeRecord
 from agentjet.timeline import Forest
@@ -18,7 +18,7 @@ from tests.timeline.agents import Record, meaning
 
 
 class RecordedJournal:
-    """What `swarm.batch_forest.build` reads of a journal."""
+    """What `swarm.facts.build` reads of a journal."""
 
     def __init__(self, record: Record) -> None:
         self.record = record

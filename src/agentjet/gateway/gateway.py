@@ -141,8 +141,8 @@ class Gateway:
         self._variance = VarianceReport(self.queries, self.reader.read)
         self.last_event = self._journal.last_event()
         """Sequence number of the newest event on disk."""
-        self.ticks = Ticks(lambda: self.last_event, self.queries.event_kinds)
-        self._pages = EventPages(lambda: self.last_event, self.queries.events)
+        self.ticks = Ticks(lambda: self.last_event, self.queries.journal.event_kinds)
+        self._pages = EventPages(lambda: self.last_event, self.queries.journal.events)
         self.shared = SharedAnswers[Any](lambda: self.last_event)
         """Answers to the reads of viewers."""
         self.phase = EnginePhase(self.swarm, Broadcast())
@@ -268,7 +268,7 @@ class Gateway:
     def _check_limit(self, request: BeginRequest, idempotency_key: str | None) -> None:
         """Raises `Later` if the client has the maximum of live episodes. A repeated begin passes."""
         most = self.config.server.max_episodes_per_client
-        if self.queries.status_counts()["live"] < most:  # The usual case, and cheap.
+        if self.queries.journal.outcomes()["live"] < most:  # The usual case, and cheap.
             return
         if self.swarm.begun(request, idempotency_key) is not None:
             return
@@ -310,7 +310,7 @@ class Gateway:
 
     def leases(self) -> dict[str, float]:
         """Returns the time at which each live episode expires without activity."""
-        return {episode.id: self.swarm.expires_at(episode) for episode in self.queries.live()}
+        return {episode.id: self.swarm.expires_at(episode) for episode in self.queries.store.live()}
 
     async def heartbeat(self, episode_id: str) -> EpisodeRecord:
         return await self._durably(self.swarm.heartbeat(episode_id))
@@ -379,7 +379,7 @@ class Gateway:
             return f"the engine, {doing}"
         if state not in ("sampling", "learning"):
             return reason or WAITING_FOR[state]
-        return process or divergence(self.queries.last_step) or self.queries.waiting_for(names_silent=names_silent)
+        return process or divergence(self.swarm.last_step) or self.queries.waiting_for(names_silent=names_silent)
 
     def doing(self) -> str:
         """Returns a phrase about slow work of the run, with its progress, or ''."""
@@ -402,7 +402,7 @@ class Gateway:
             model=self.model_name,
             model_weights=self.hosted.weights(),
             calls_active=len(self.calls.active),
-            clients={client: max(0.0, now - seen) for client, seen in self.queries.clients().items()},
+            clients={client: max(0.0, now - seen) for client, seen in self.queries.leases.clients.items()},
             workers_started=self.hosted.num_starts,
             workers_hung=self.engine.num_hung,
             replay_difference=self.engine.training.replay_difference,
@@ -414,7 +414,7 @@ class Gateway:
         )
 
     def server_facts(self) -> ServerFacts:
-        seen = max(self.queries.clients().values(), default=None)
+        seen = max(self.queries.leases.clients.values(), default=None)
         return ServerFacts(
             self.phase.state,
             self.phase.reason,
@@ -424,7 +424,7 @@ class Gateway:
             len(self.store.unusable()),
             self.versions.checkpoint_error,
             None if seen is None else max(0.0, self._clock() - seen),
-            self.queries.is_over,
+            self.queries.store.is_over,
             self.telemetry.lag.recent(),
         )
 
@@ -438,7 +438,7 @@ class Gateway:
     async def events(self, after: int = 0, *, keep_alive: float = 15.0) -> AsyncGenerator[Event | None]:
         """Yields events after number `after` until the gateway closes. Yields None after `keep_alive` idle seconds."""
         while not self.closing:
-            page = [event for event in self.queries.events(after, EVENTS_PAGE) if event.seq <= self.last_event]
+            page = [event for event in self.queries.journal.events(after, EVENTS_PAGE) if event.seq <= self.last_event]
             for event in page:
                 after = event.seq
                 yield event

@@ -22,7 +22,7 @@ from typing import Any, Literal
 from agentjet.errors import ContextOverflow, InvalidRequest
 from agentjet.rendering import Renderer
 from agentjet.rendering.parser import MARKERS
-from agentjet.swarm.demonstrations import Answered
+from agentjet.swarm.batches import Answered
 from agentjet.swarm.journal import RecordedCall
 from agentjet.timeline import ConversationTree, Match
 from agentjet.timeline.identity import context_hash, raw_key

@@ -64,9 +64,9 @@ from agentjet.protocol import (
 )
 from agentjet.recipes.hooks import PlugInThreads
 from agentjet.swarm import EpisodeRecord, Journal
-from agentjet.swarm.advantages import AdvantageHook, Members
+from agentjet.swarm.episodes import FIRST_STEPS, Queries, Refill, Silence
+from agentjet.swarm.facts import AdvantageHook, Members
 from agentjet.swarm.origin import policies_of
-from agentjet.swarm.queries import FIRST_STEPS, Queries, Refill, Silence
 from agentjet.swarm.state import Group
 from agentjet.types import JOURNAL, EpisodeFilter, Message, beginning
 
@@ -353,7 +353,7 @@ def status_of(queries: Queries) -> dict[str, Any]:
     job = queries.settings.job
     return {
         "version": __version__,
-        "policy_version": queries.policy_version,
+        "policy_version": queries.store.policy_version,
         "branched_from": queries.branched_from,
         "batch_size": job.batch_size,
         "group_size": job.group_size,
@@ -362,16 +362,16 @@ def status_of(queries: Queries) -> dict[str, Any]:
         "ends_at_version": queries.ends_at_version,
         "groups_complete": queries.num_groups("complete"),
         "groups_open": queries.num_groups("open"),
-        "episodes": queries.status_counts(),
-        "dropped": queries.dropped(),
-        "last_step": queries.last_step,
+        "episodes": queries.journal.outcomes(),
+        "dropped": queries.journal.counts("dropped"),
+        "last_step": queries.store.last_step,
         "holding": queries.holding(),
-        "places": queries.holders(),
+        "places": queries.places.holders(),
         "code_versions": {
             version: CodeVersionStatus.model_validate(tally, from_attributes=True)
-            for version, tally in queries.code_versions().items()
+            for version, tally in queries.journal.code_versions().items()
         },
-        "task_sets": queries.task_sets(),
+        "task_sets": queries.mixture.shares(),
     }
 
 
@@ -406,7 +406,7 @@ def facts_of(queries: Queries, checkpoints: Sequence[int], server: ServerFacts |
         silent=None if server is None else _silent(queries),
         refill=None if server is None else _refill(queries),
         newest_code=_newest_code(queries),
-        policies=queries.policies,
+        policies=queries.store.policies,
         server=server,
     )
 
@@ -427,7 +427,7 @@ def _refill(queries: Queries) -> Refill | None:
 
 def _newest_code(queries: Queries) -> CodeCounts | None:
     """The outcomes of the code version used last; None if the agent has one version only."""
-    versions = queries.code_versions()
+    versions = queries.journal.code_versions()
     if len(versions) < 2:
         return None
     version, counts = [*versions.items()][-1]
@@ -477,7 +477,7 @@ def waiting_of(queries: Queries, text: str, *, has_leases: bool) -> Callable[[Jo
     view = WaitingView(
         text=text,
         needed=queries.settings.job.batch_size,
-        places=queries.places,
+        places=queries.store.num_places,
         num_groups=len(queries.groups),
         groups=[],
     )
@@ -604,7 +604,7 @@ class VarianceReport:
         """Returns the report. Reads it if a batch was learned, or if settings changed. A busy journal leaves it."""
         async with self._turn:
             queries = self._queries
-            of = queries.policy_version, queries.settings.revision
+            of = queries.store.policy_version, queries.settings.revision
             if of != self._of:
                 try:
                     facts = variance_facts(queries)

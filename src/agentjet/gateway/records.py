@@ -40,8 +40,7 @@ from agentjet.protocol import (
     flatten,
 )
 from agentjet.swarm import EpisodeRecord, Journal
-from agentjet.swarm.advantages import Advantages, Members
-from agentjet.swarm.batch_forest import is_uniform
+from agentjet.swarm.facts import Advantages, Members, is_uniform
 from agentjet.swarm.journal import BatchRecord
 from agentjet.swarm.origin import policies_of
 from agentjet.timeline.support import num_members, unpack_sets

@@ -334,7 +334,7 @@ class PolicyVersions:
         """
         self.swarm.record_evaluation(request, idempotency_key=idempotency_key)
         await self.commits.durable()
-        found = self.swarm.queries.evaluations()
+        found = self.swarm.queries.journal.evaluations()
         best = next((evaluation.policy_version for evaluation in found if evaluation.best), None)
         if self.swarm.job.keep_best and request.held_out and best == request.policy_version:
             keeping = asyncio.create_task(self._keep_best(best))
@@ -366,7 +366,7 @@ class PolicyVersions:
 
     def checkpoints(self) -> list[CheckpointInfo]:
         """Returns the checkpoints, oldest first, with their tags and scores. Raises `CheckpointError`."""
-        return self.store.scored(self.swarm.queries.evaluations())
+        return self.store.scored(self.swarm.queries.journal.evaluations())
 
     def tag(self, name: str, policy_version: int) -> list[CheckpointInfo]:
         """Tags a checkpoint and returns all. Raises `InvalidRequest`, `NotFound`, `Conflict`, `CheckpointError`."""

@@ -15,15 +15,17 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
-from agentjet.errors import CheckpointError, ConfigError
-from agentjet.swarm import batch_forest, groups
-from agentjet.swarm.groups import STALE, SURPLUS, Endings
-from agentjet.swarm.journal import Journal
-from agentjet.swarm.mixture import Mixture
+from agentjet.config import JobConfig
+from agentjet.errors import CheckpointError, ConfigError, Conflict, Later
+from agentjet.protocol import SftRequest
+from agentjet.swarm import facts, groups
+from agentjet.swarm.groups import STALE, SURPLUS, Endings, announce
+from agentjet.swarm.journal import Journal, RecordedCall, encode_call
 from agentjet.swarm.origin import of_policy
-from agentjet.swarm.state import Batch, EpisodeRecord, Group, State
+from agentjet.swarm.places import RETRY_SECONDS, Mixture
+from agentjet.swarm.state import Batch, EpisodeRecord, Group, State, new_episode_id
 from agentjet.swarm.store import RECENT_STEPS, Store
 from agentjet.timeline.batch import TrainingBatch
 from agentjet.types import CheckpointStamp, OperationKind
@@ -74,7 +76,7 @@ class Batches:
     def ready(self) -> bool:
         """True if the present batch has its groups and may be composed."""
         store = self._store
-        if store.pending is not None or store.num_pinned() or groups.training_is_over(store):
+        if store.pending is not None or store.num_pinned() or store.is_over:
             return False
         return self._mixture.chosen() is not None
 
@@ -123,7 +125,7 @@ class Batches:
                 episode = self._store.episodes.get(episode_id) or journal.episode(episode_id)
                 assert episode is not None, "the journal keeps episodes longer than batches are replayed"
                 members[episode_id] = episode
-            training, metrics = batch_forest.build(journal, batch, members, self._store.policies)
+            training, metrics = facts.build(journal, batch, members, self._store.policies)
         self._forest_metrics = {batch.id: metrics}
         return training
 
@@ -170,12 +172,12 @@ class Batches:
         uniform = []
         for group in () if batch.job.recipe.only_given else batch.groups:  # Their turns may be many.
             own, of_turns = [store.episodes[member] for member in group], batch.job.recipe.needs_call_rewards
-            uniform.append(batch_forest.is_uniform(self._journal, own, store.policies, of_turns=of_turns))
+            uniform.append(facts.is_uniform(self._journal, own, store.policies, of_turns=of_turns))
             yield {}
         merged = {
-            **batch_forest.episode_metrics([store.episodes[e] for e in batch.episode_ids], store.policies),
-            **batch_forest.share_metrics(batch, store.episodes, uniform),
-            **batch_forest.loss_metrics(
+            **facts.episode_metrics([store.episodes[e] for e in batch.episode_ids], store.policies),
+            **facts.share_metrics(batch, store.episodes, uniform),
+            **facts.loss_metrics(
                 self._journal.counts("lost_groups", batch.id), self._journal.counts("lost_episodes", batch.id)
             ),
             **self._forest_metrics.get(batch.id, {}),
@@ -391,3 +393,112 @@ def check_state_origin(journal: Journal, policy: str, state: Mapping[str, Any]) 
                 f"The checkpoint of policy version {state['policy_version']} has {key} = {theirs!r}, its journal "
                 f"{ours!r}: they belong to different runs. Take a checkpoint that this run wrote."
             )
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """The calls of a demonstration in order, without the id of their episode and without versions."""
+
+    task_id: str
+    calls: tuple[RecordedCall, ...]
+
+
+class Committed(NamedTuple):
+    """A batch of demonstrations that is in the journal."""
+
+    batch: int
+    """Its id, which may have been that of a batch that was given up."""
+    last_event: int
+    """Number of the newest event at that time. Later ones are about this batch."""
+
+
+# ---- demonstrations: finished episodes whose answers were given ---------------------------------------------
+
+
+def learned_before(store: Store, request: SftRequest, idempotency_key: str | None) -> Committed | None:
+    """The batch of an earlier copy of this request. Raises `Conflict` for the key of another request."""
+    known = store.recall(_scope(request), idempotency_key, request)
+    return None if known is None else Committed(*map(int, known.split()))
+
+
+def compose_demonstrations(
+    store: Store,
+    request: SftRequest,
+    answered: Sequence[Answered],
+    job: JobConfig,
+    now: float,
+    idempotency_key: str | None,
+) -> Iterator[Committed | None]:
+    """Commit demonstrations as the next batch, with the settings `job`, before any of them is learned.
+
+    Such an episode has no reward and is a group of one. Its batch takes the policies to the next version like any
+    other: the journal, the training loop and the replay do not distinguish them.
+
+    Works in slices and yields the batch at last: see `GroupCommit.in_slices`.
+
+    Raises `Later` (`not_sampling`) while another batch is being learned or an evaluation needs the present version.
+    Raises `Conflict` (`training_over`) if `job.max_steps` is reached.
+    """
+    if store.is_over:
+        raise Conflict(
+            f"Training is over: job.max_steps = {job.max_steps} is reached; raise it to learn more.",
+            code="training_over",
+        )
+    if store.pending is not None:
+        raise Later("The worker is learning a batch.", code="not_sampling", retry_after=RETRY_SECONDS)
+    if pinned := store.num_pinned():
+        raise Later(
+            f"{pinned} evaluation episodes need policy version {store.policy_version}.",
+            code="not_sampling",
+            retry_after=RETRY_SECONDS,
+        )
+    episode_ids = [new_episode_id(now) for _ in answered]
+    groups = tuple((episode_id,) for episode_id in episode_ids)
+    batch = Batch(store.policy_version, groups, job, composed=now, carry=store.carry)
+    with store.transaction():
+        store.journal.add_batch(batch)
+        store.pending = batch  # No other batch is composed between the slices.
+    yield None
+    for episode_id, one in zip(episode_ids, answered, strict=True):
+        with store.transaction():
+            _record(store, request, one, episode_id, now)
+        yield None
+    with store.transaction():
+        committed = Committed(batch.id, store.journal.last_event())
+        store.remember(_scope(request), idempotency_key, request, f"{committed.batch} {committed.last_event}")
+    yield committed
+
+
+def _record(store: Store, request: SftRequest, given: Answered, episode_id: str, now: float) -> None:
+    """Records a demonstration as an episode that has finished, with its calls."""
+    version = store.policy_version
+    group = Group(
+        store.journal.num_groups + 1, request.client_id, given.task_id, opened=now, touched=now, state="batched"
+    )
+    store.put_group(group)
+    episode = EpisodeRecord(
+        id=episode_id,
+        seq=store.journal.num_episodes + 1,
+        client_id=request.client_id,
+        task_id=given.task_id,
+        task_set="",
+        group=given.task_id,
+        group_id=group.id,
+        mode="train",
+        policy_version=version,
+        begun=now,
+        status="finished",
+        ended=now,
+        num_calls=len(given.calls),
+        num_tokens=sum(len(call.completion) for call, *_ in given.calls if not call.untrained),
+        oldest_version=version,
+    )
+    for call, suffix, completion in given.calls:
+        call = replace(call, episode_id=episode.id, versions=(version,) * len(call.completion))
+        store.journal.add_call(call, encode_call(call, suffix, completion))
+    store.put(episode)
+    announce(store, episode)
+
+
+def _scope(request: SftRequest) -> str:
+    return f"sft/{request.client_id}"

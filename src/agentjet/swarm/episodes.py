@@ -13,14 +13,19 @@ No HTTP and no waiting. Time comes from the injected clock only.
 
 from __future__ import annotations
 
+import hashlib
+import json
+import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple, Self
 
 from agentjet.config import JobConfig
-from agentjet.errors import Conflict, Later, Unavailable, Unprocessable
+from agentjet.errors import ConfigError, Conflict, InvalidRequest, Later, Unavailable, Unprocessable, did_you_mean
 from agentjet.protocol import (
     AbortRequest,
     BeginRequest,
@@ -28,21 +33,19 @@ from agentjet.protocol import (
     EvaluationRequest,
     FinishRequest,
     SftRequest,
+    duration,
 )
-from agentjet.swarm import demonstrations, groups
-from agentjet.swarm.batch_forest import load_trees
-from agentjet.swarm.batches import Batches
-from agentjet.swarm.call_rewards import call_rewards, digest
-from agentjet.swarm.demonstrations import Answered, Committed
+from agentjet.swarm import groups
+from agentjet.swarm.batches import Answered, Batches, Committed, compose_demonstrations, learned_before
+from agentjet.swarm.facts import load_trees, turns_of
 from agentjet.swarm.groups import HAS_STEPS, REPLACED, STALLED, AnsweredRollout, Endings, Undecided, announce
 from agentjet.swarm.journal import Journal, encode_call
-from agentjet.swarm.mixture import RETRY_SECONDS, Mixture
-from agentjet.swarm.origin import of_worker
-from agentjet.swarm.places import Places
-from agentjet.swarm.queries import Queries
-from agentjet.swarm.state import Batch, EpisodeRecord, new_episode_id
+from agentjet.swarm.origin import BRANCHED_FROM, of_worker, policies_of
+from agentjet.swarm.places import RETRY_SECONDS, Mixture, Places
+from agentjet.swarm.state import Batch, EpisodeRecord, Group, JobSettings, new_episode_id
 from agentjet.swarm.store import Host, Leases, Store
-from agentjet.timeline.tree import ConversationTree
+from agentjet.timeline.tree import ConversationTree, OrphanReason
+from agentjet.timeline.tree import orphans as find_orphans
 from agentjet.types import MAX_NAME, Call, ModelInfo, metrics_prefix, wrong_reward_name
 
 MAX_NOTES = 64
@@ -104,9 +107,8 @@ class SwarmState:
         return self.store.pending
 
     @property
-    def last_step(self) -> dict[str, float]:
-        """Metrics of the newest learned batch."""
-        return self.store.steps.get(self.policy_version - 1, {})
+    def last_step(self) -> Mapping[str, float]:
+        return self.store.last_step
 
     def replace_job(self, job: JobConfig) -> None:
         """Put other settings in force from here on. A batch keeps those it was composed with."""
@@ -262,17 +264,17 @@ class SwarmState:
     # ---- demonstrations ------------------------------------------------------------------------------------
 
     def demonstrated(self, request: SftRequest, idempotency_key: str | None) -> Committed | None:
-        """See `demonstrations.learned_before`."""
-        return demonstrations.learned_before(self.store, request, idempotency_key)
+        """See `learned_before`."""
+        return learned_before(self.store, request, idempotency_key)
 
     def demonstrate(
         self, request: SftRequest, answered: Sequence[Answered], policy: str, *, idempotency_key: str | None = None
     ) -> Iterator[Committed | None]:
-        """See `demonstrations.compose`. `policy` learns. Raises `Later` (`not_sampling`) for a complete batch, too."""
+        """See `compose_demonstrations`. `policy` learns. Raises `Later` (`not_sampling`) for a complete batch, too."""
         if self.batches.ready():
             raise Later("A complete batch is learned first.", code="not_sampling", retry_after=RETRY_SECONDS)
         job = self.job.for_demonstrations(request.lr, policy)
-        yield from demonstrations.compose(self.store, request, answered, job, self._clock(), idempotency_key)
+        yield from compose_demonstrations(self.store, request, answered, job, self._clock(), idempotency_key)
 
     # ---- ends ----------------------------------------------------------------------------------------------
 
@@ -466,7 +468,7 @@ class SwarmState:
         """The conversation of one role of an episode; kept in memory while the episode is live."""
         trees = self.store.trees.get(episode_id)
         if trees is None:
-            trees = self.queries.trees(episode_id) if self.episode(episode_id).num_calls else {}
+            trees = load_trees(self._journal, episode_id) if self.episode(episode_id).num_calls else {}
             self.keep_trees(episode_id, trees)
         return trees.setdefault(role, ConversationTree())
 
@@ -548,3 +550,280 @@ def _counted(counts: Mapping[str, int], names: Sequence[str]) -> Mapping[str, in
 def _begin_scope(request: BeginRequest) -> str:
     """Scope of idempotency keys: each client has its own."""
     return f"begin/{request.client_id}"
+
+
+SILENT_SECONDS = 20.0
+"""`waiting_for` names an episode after so long without a call."""
+GONE_SECONDS = 30.0
+"""Seconds without a call or a heartbeat from which a client may be gone."""
+FIRST_STEPS = 10
+"""Steps that are the beginning of a run."""
+
+
+def is_gone(unheard: float, lease_seconds: float) -> bool:
+    """True if the client of an episode is gone: it sends several heartbeats within a lease. `unheard` is the number of
+    seconds since a call or a heartbeat.
+    """
+    return unheard >= max(GONE_SECONDS, lease_seconds / 2)
+
+
+class Refill(NamedTuple):
+    """The groups of the present batch that lost members and wait for other ones, without a live one."""
+
+    num_groups: int
+    client_id: str
+    """The client of the group that closes first."""
+    seconds: float
+    """Until that group closes."""
+
+
+class Silence(NamedTuple):
+    """Silence of a live episode, in seconds."""
+
+    seconds: float
+    """Since its last call; 0 during a call."""
+    expires_in: float
+    """Until it ends without a reward, unless its client shows activity."""
+    ends_in: float
+    """Until `job.max_episode_seconds` ends it."""
+    unheard: float
+    """Since a call or a heartbeat of it."""
+
+    def cause(self, job: JobConfig) -> str:
+        """A phrase for the likely cause."""
+        if is_gone(self.unheard, job.lease_seconds):
+            return f"its client is gone: no heartbeat for {duration(self.unheard)}"
+        return "does a tool hang?"
+
+
+class Queries:
+    """Episodes, groups, batches and counts as they are now."""
+
+    def __init__(
+        self, store: Store, leases: Leases, mixture: Mixture, places: Places, clock: Callable[[], float]
+    ) -> None:
+        self.store = store
+        self.journal = store.journal
+        self.leases = leases
+        self.mixture = mixture
+        self.places = places
+        self._clock = clock
+
+    @classmethod
+    def recorded(cls, journal: Journal, clock: Callable[[], float]) -> Self:
+        """The queries of a run whose server does not run here. The journal may be read-only. Leases are unknown.
+
+        Raises `ConfigError` if the job settings can no longer be read, or if the run never started.
+        """
+        store = Store(journal, clock, policies_of(journal.origin))
+        if store.settings is None:
+            raise ConfigError(f"{journal.path} is empty: its server never started")
+        leases, mixture = Leases(clock, lambda: 0.0), Mixture(store, clock)
+        return cls(store, leases, mixture, Places(store, leases, mixture, clock), clock)
+
+    # ---- episodes ------------------------------------------------------------------------------------------
+
+    def calls(self, episode_id: str) -> list[Call]:
+        """An episode's calls in the order they were recorded; none once a durable checkpoint covers them."""
+        return [call for call, *_ in self.journal.calls(episode_id)]
+
+    def orphans(self, episode_id: str) -> dict[str, OrphanReason]:
+        """The episode's calls that are not trained, with the reason."""
+        return find_orphans(self.journal.call_facts(episode_id), self.journal.undelivered(episode_id))
+
+    # ---- groups and batches --------------------------------------------------------------------------------
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """The groups that fill the present batch, in the order they were opened."""
+        return tuple(self.store.groups.values())
+
+    def num_groups(self, state: str) -> int:
+        """Number of groups that are `open`, `closing` or `complete`."""
+        return sum(group.state == state for group in self.store.groups.values())
+
+    def group_size(self, episode: EpisodeRecord) -> int:
+        """Number of finished episodes that complete its group; 0 for eval episodes."""
+        if episode.group_id is None:
+            return 0
+        group = self.store.groups.get(episode.group_id)
+        return self.store.job.group_size if group is None else groups.size(self.store, group)
+
+    def members(self, group: Group) -> list[EpisodeRecord]:
+        """The live and finished members of a group of the present batch, in the order they began."""
+        return [self.store.episodes[member] for member in group.members]
+
+    def size(self, group: Group) -> int:
+        """Number of finished members that complete a group of the present batch."""
+        return groups.size(self.store, group)
+
+    def silence(self, episode: EpisodeRecord) -> Silence:
+        """The silence of a live episode, and the times at which it ends."""
+        job, now = self.store.job, self._clock()
+        left = self.leases.expires_at(episode, job) - now
+        last = episode.begun + job.max_episode_seconds - now
+        silent = self.leases.silent_seconds(episode)
+        return Silence(silent, max(0.0, left), max(0.0, last), self.leases.unheard_seconds(episode))
+
+    def most_silent(self) -> EpisodeRecord | None:
+        """The live training episode whose last call is the oldest."""
+        live = [episode for episode in self.store.live() if episode.group_id is not None]
+        return max(live, key=self.leases.silent_seconds, default=None)
+
+    def refill(self) -> Refill | None:
+        """The groups of the present batch that lost members and have no live one; None without any."""
+        short = groups.short_groups(self.store, self.leases.epoch)
+        if not short:
+            return None
+        deadline, first = short[0]
+        return Refill(len(short), first.client_id, max(0.0, deadline - self._clock()))
+
+    @property
+    def num_lost(self) -> int:
+        """Number of aborted and expired episodes while the present batch was filled, without those not needed."""
+        lost = self.journal.counts("lost_episodes", self.store.next_batch)
+        return lost.get("aborted", 0) + lost.get("expired", 0)
+
+    @property
+    def ends_at_version(self) -> int:
+        """The policy version at which training ends; 0 if unknown."""
+        return self.settings.job.max_steps or self.leases.ends_at_version()
+
+    @property
+    def places_left(self) -> int:
+        """Number of training groups that may be begun now. Negative if clients opened some in place of silent ones."""
+        store = self.store
+        if store.is_over or (store.pending is not None and not store.job.max_staleness):
+            return 0
+        return store.num_places - len(store.groups)
+
+    @property
+    def recent_steps(self) -> Sequence[Mapping[str, float]]:
+        """Metrics of the newest learned batches, at most 50, the newest last."""
+        return [*self.store.steps.values()]
+
+    @property
+    def step_versions(self) -> Sequence[int]:
+        """The policy version after each of `recent_steps`. A rollback leaves a gap."""
+        return [batch_id + 1 for batch_id in self.store.steps]
+
+    # ---- the run -------------------------------------------------------------------------------------------
+
+    @property
+    def settings(self) -> JobSettings:
+        """The job settings in force, with their revision."""
+        settings = self.store.settings
+        assert settings is not None, "job settings are stored before they are used"
+        return settings
+
+    @property
+    def branched_from(self) -> str:
+        """`DATA_DIR@VERSION` of the run that this one began at; empty unless it is a branch."""
+        return str(self.journal.origin.get(BRANCHED_FROM, ""))
+
+    def holding(self) -> dict[str, int]:
+        """Number of live episodes of each client."""
+        return dict(Counter(episode.client_id for episode in self.store.live()))
+
+    def waiting_for(self, *, names_silent: bool = True) -> str:
+        """A phrase for the thing that training waits for, which names the episode that is silent for long."""
+        store, job = self.store, self.store.job
+        if store.pending is not None:
+            return f"the worker, to learn batch {store.pending.id}"
+        if store.is_over:
+            return f"nothing: job.max_steps = {job.max_steps} is reached"
+        pinned = store.num_pinned()
+        if pinned and self.mixture.chosen() is not None:
+            return f"{pinned} evaluation episodes pinned to policy version {store.policy_version}"
+        if not store.groups:
+            running = sum(episode.mode == "eval" for episode in store.live())
+            return "clients, to begin training episodes" + (f"; {running} evaluation episodes run" if running else "")
+        live = sum(episode.group_id is not None for episode in store.live())
+        rewards = ["rewards"] if live else []
+        closing = self.num_groups("closing")
+        rewards += ["`accept` of the recipe"] if closing else []
+        refills = groups.missing_members(store, self.leases.epoch, self._clock())
+        wanted = " and ".join([*rewards, *([refills] if refills else [])]) or "clients, to begin training episodes"
+        if sets := self.mixture.waiting_for():
+            wanted += f" of {sets}"
+        return (
+            f"{wanted}: {self.num_groups('complete')} of {job.batch_size} groups are complete, "
+            f"{self.num_groups('open')} open, {f'{closing} closing, ' if closing else ''}{live} episodes live"
+            f"{self._waiting_client()}"
+            f"{self._silent() if names_silent else ''}"
+        )
+
+    def _waiting_client(self) -> str:
+        """A phrase for a client that waits for a place, and for the other one that holds the most open groups."""
+        holders = self.places.holders()
+        waiting = [client for client, one in holders.items() if one.waits]
+        for holder, one in holders.items():
+            if one.num_open and (others := [name for name in waiting if name != holder]):
+                more = f" and {len(others) - 1} more wait" if others[1:] else " waits"
+                silent = f" ({one.num_silent} silent, so others may open as many)" if one.num_silent else ""
+                return f"; client {others[0]!r}{more} for a place, {holder!r} holds {one.num_open} open groups{silent}"
+        return ""
+
+    def _silent(self) -> str:
+        """A phrase for the live training episode without a call for longest, if that is long."""
+        episode = self.most_silent()
+        if episode is None or (silence := self.silence(episode)).seconds < SILENT_SECONDS:
+            return ""
+        return (
+            f"; {episode.id} of task {episode.task_id}, client {episode.client_id}, is silent for "
+            f"{duration(silence.seconds)} ({silence.cause(self.store.job)}): its lease has "
+            f"{duration(silence.expires_in)} left, the episode at most {duration(silence.ends_in)}"
+        )
+
+
+# ---- rewards of single calls --------------------------------------------------------------------------------
+
+
+def call_rewards(journal: Journal, episode_id: str, request: FinishRequest) -> dict[str, float]:
+    """Returns the reward of each call that the request names, by call id, in the order of the calls.
+
+    A turn is the number of a call among the calls of its role that train. `by_call` wins over `by_turn`. Raises
+    `InvalidRequest` (`invalid_reward`) for an unknown call or role, and for more turns than the role has.
+    """
+    if not (request.by_call or request.by_turn):
+        return {}
+    turns = turns_of(journal, episode_id)
+    given: dict[str, float] = {}
+    for role, rewards in request.by_turn.items():
+        if role not in turns:
+            raise _refused(f"by_turn[{role!r}]: {_unknown(role, list(turns), 'role')}", "by_turn")
+        if len(rewards) > len(turns[role]):
+            raise _refused(
+                f"by_turn[{role!r}] has {len(rewards)} rewards, and the role has {len(turns[role])} calls that train: "
+                "give one for each of them at most",
+                "by_turn",
+            )
+        given |= dict(zip(turns[role], rewards, strict=False))
+    calls = dict.fromkeys(call.id for call in journal.call_facts(episode_id))
+    for name, reward in _without_prefixes(request.by_call).items():
+        if name not in calls:
+            raise _refused(f"by_call[{name!r}]: the episode has no such call; give the `id` of an answer", "by_call")
+        given[name] = reward
+    return {call: given[call] for call in calls if call in given}
+
+
+def digest(request: FinishRequest) -> str:
+    """Digest of the rewards of calls as they were sent; empty without any."""
+    if not (request.by_call or request.by_turn):
+        return ""
+    sent = json.dumps([request.model_dump()[name] for name in ("by_call", "by_turn")], sort_keys=True)
+    return hashlib.sha256(sent.encode()).hexdigest()[:16]
+
+
+def _without_prefixes(by_call: Mapping[str, float]) -> dict[str, float]:
+    """The ids of calls; those of answers have the prefix of their dialect, such as `chatcmpl-`."""
+    return {re.sub(r"^(chatcmpl|cmpl)-|^(resp|msg)_", "", name): reward for name, reward in by_call.items()}
+
+
+def _unknown(name: str, known: list[str], kind: str) -> str:
+    way_out = did_you_mean(name, known, f"it has {', '.join(map(repr, known)) or 'none'}")
+    return f"the episode has no {kind} {name!r}; {way_out}"
+
+
+def _refused(message: str, param: str) -> InvalidRequest:
+    return Unprocessable(message, code="invalid_reward", param=param)

@@ -21,9 +21,8 @@ from agentjet.protocol import BeginRequest, CloseGroupsRequest
 from agentjet.recipes import hooks
 from agentjet.recipes.recipe import FinishedGroup, Recipe
 from agentjet.recipes.rollout import Rollout, TaskStats
-from agentjet.swarm.batch_forest import is_uniform
-from agentjet.swarm.mixture import RETRY_SECONDS, Mixture
-from agentjet.swarm.places import Places
+from agentjet.swarm.facts import is_uniform
+from agentjet.swarm.places import RETRY_SECONDS, Mixture, Places
 from agentjet.swarm.state import EpisodeRecord, Group, not_needed
 from agentjet.swarm.store import Leases, Store
 from agentjet.types import EpisodeStatus
@@ -83,11 +82,6 @@ class Undecided(NamedTuple):
 # ---- admission ---------------------------------------------------------------------------------------------
 
 
-def training_is_over(store: Store) -> bool:
-    """True if `job.max_steps` is reached."""
-    return 0 < store.job.max_steps <= store.policy_version
-
-
 def admit(
     store: Store,
     mixture: Mixture,
@@ -111,7 +105,7 @@ def admit(
         if not request.join_only:
             places.refused(request)
         raise Later("The worker is learning a batch.", code="not_sampling", retry_after=RETRY_SECONDS)
-    if training_is_over(store):
+    if store.is_over:
         raise Later(
             f"Training is over: job.max_steps = {job.max_steps} is reached.",
             code="not_sampling",

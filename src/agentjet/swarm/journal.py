@@ -699,14 +699,14 @@ class Journal:
         seq = self.file.insert("events", (None, kind, time, to_json(body)))
         return Event(seq=seq, kind=kind, time=time, body=dict(body))
 
-    def events(self, after: int, limit: int) -> list[Event]:
+    def events(self, after: int = 0, limit: int = 1000) -> list[Event]:
         """The oldest `limit` events numbered above `after`."""
         return self._events("seq > ? ORDER BY seq LIMIT ?", after, limit)
 
-    def event_kinds(self, after: int, last: int, limit: int) -> dict[str, int]:
-        """Number of events of each kind among the oldest `limit` above `after`, up to `last`."""
-        chosen = "SELECT kind FROM events WHERE seq > ? AND seq <= ? ORDER BY seq LIMIT ?"
-        rows = self._db.execute(f"SELECT kind, COUNT(*) FROM ({chosen}) GROUP BY kind", (after, last, limit))
+    def event_kinds(self, after: int, last: int) -> dict[str, int]:
+        """Number of events of each kind among the oldest 1,000 above `after`, up to `last`."""
+        chosen = "SELECT kind FROM events WHERE seq > ? AND seq <= ? ORDER BY seq LIMIT 1000"
+        rows = self._db.execute(f"SELECT kind, COUNT(*) FROM ({chosen}) GROUP BY kind", (after, last))
         return dict(rows.fetchall())
 
     def events_of(self, kind: str) -> list[Event]:

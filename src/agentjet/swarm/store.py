@@ -3,7 +3,7 @@
 Memory has the unsettled episodes and the groups of the present batch, so it does not grow with the length of a run.
 Every change is written to its row at once. After a failed transaction the rows that changed since the last commit are
 read again, and what no row records is restored: see `Store.undo_with`. The store finds and keeps; the rules are in
-`episodes`, `groups`, `mixture` and `batches`.
+`episodes`, `groups`, `places` and `batches`.
 """
 
 from __future__ import annotations
@@ -134,6 +134,26 @@ class Store:
 
     def live(self) -> list[EpisodeRecord]:
         return [episode for episode in self.episodes.values() if episode.status == "live"]
+
+    @property
+    def last_step(self) -> Mapping[str, float]:
+        """Metrics of the newest learned batch; empty if this run did not learn it."""
+        return self.steps.get(self.policy_version - 1, {})
+
+    @property
+    def is_over(self) -> bool:
+        """True if `job.max_steps` is reached."""
+        return 0 < self.job.max_steps <= self.policy_version
+
+    @property
+    def num_places(self) -> int:
+        """Number of training groups that may be open or complete at a time.
+
+        A waiting group ages by one version with each batch ahead of it. The number is limited so that none gets too
+        old.
+        """
+        batches_ahead = self.job.max_staleness + 1 - (self.pending is not None)
+        return self.job.batch_size * batches_ahead + self.job.spare_groups
 
     @property
     def carry(self) -> Mapping[str, float]:
