@@ -350,7 +350,7 @@ def test_a_wait_for_a_publish_is_no_hang_and_a_failed_operation_is_of_its_policy
     tiny_folder: Path, tmp_path: Path
 ) -> None:
     config = ServeConfig.model_validate(
-        {"server": {"data_dir": tmp_path, "worker_timeout": 0.5}, "sampler": {"cache_tokens": 1024}}
+        {"server": {"data_dir": tmp_path, "worker_timeout": 2.0}, "sampler": {"cache_tokens": 1024}}
     )
 
     async def scenario() -> None:
@@ -359,7 +359,7 @@ def test_a_wait_for_a_publish_is_no_hang_and_a_failed_operation_is_of_its_policy
         batch = TrainingBatch(0, build_forest(sampled_rows(make_policy(tiny_folder))))
         await learn(compute, Op.of(A, 0), batch, JobConfig())
         completion = asyncio.ensure_future(anext(compute.sample(A, [7, 8], SamplingParams(max_tokens=9))))
-        await asyncio.sleep(1)  # Two timeouts.
+        await asyncio.sleep(4)  # Two timeouts.
         await compute.publish(A, 1)
         assert (await completion).policy_version == 1
         await compute.load_batch(A, batch)

@@ -197,7 +197,7 @@ def test_killed_workers_are_reported_and_replay_to_the_same_weights(
     tiny_folder: Path, tmp_path: Path, moments: tuple[str, ...]
 ) -> None:
     async def scenario() -> None:
-        server = {"data_dir": tmp_path, "worker_timeout": 1.0}
+        server = {"data_dir": tmp_path, "worker_timeout": 4.0}
         settings = ServeConfig.model_validate({**config(tiny_folder, tmp_path).model_dump(), "server": server})
         compute = ProcessCompute(settings)
         await compute.add(POLICY, settings.model)
@@ -229,7 +229,7 @@ def test_killed_workers_are_reported_and_replay_to_the_same_weights(
             (outcome,) = await asyncio.gather(waiting, return_exceptions=True)
             if moment == "stopped":
                 assert isinstance(death, WorkerHung) and isinstance(outcome, WorkerHung)
-                assert "did no work for 1 s (server.worker_timeout)" in str(death)
+                assert "did no work for 4 s (server.worker_timeout)" in str(death)
             else:
                 assert "ended by SIGKILL" in str(death)
                 assert outcome is None or isinstance(outcome, WorkerDied) or moment in ("learning", "saving")
