@@ -77,11 +77,12 @@ thorough: setup $(RAY_INSTALLED)  ## run what takes minutes and rarely breaks: c
 fast: setup  ## run the quick tests, which do not start a server
 	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile -m "not e2e and not slow and not thorough"
 
-check: setup  ## format, lint, types, and the imports between packages
+check: setup  ## format, lint, types, the imports between packages, and the size of the tree
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy --strict src
 	$(BIN)/python -m pytest -q tests/test_architecture.py
+	$(BIN)/python -m tools.shape --check
 
 bench: $(BENCH_INSTALLED)  ## the README's first example, a step against TRL's, every recipe, the sampler against the library's, merging against rows, the gateway under load and hostile requests, the event loop under heavy work, kills, agents that fail, studies with known answers, campaigns on planted troubles, and the memory of the light parts
 	$(BIN)/python -m bench.readme
