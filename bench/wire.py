@@ -24,7 +24,7 @@ IDLE_SECONDS = 4.0
 
 def ask(method: str, url: str, key: str = "", body: object = None) -> Any:
     """An answer as JSON, also a refusal. For requests outside of a measurement."""
-    headers = {"Authorization": f"Bearer {key}"}
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
     return httpx.request(method, url, headers=headers, json=body, timeout=TIMEOUT, trust_env=False).json()
 
 

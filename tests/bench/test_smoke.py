@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -20,6 +21,7 @@ COMMANDS = sorted(
     ".".join(path.relative_to(ROOT / "bench").with_suffix("").parts)
     for path in (ROOT / "bench").rglob("*.py")
     if "ArgumentParser" in path.read_text(encoding="utf-8")
+    and (path.stem != "trl_peer" or importlib.util.find_spec("datasets"))  # `make bench` installs TRL.
 )
 IN_SMALL: dict[str, tuple[list[str], Callable[[Figures], bool]]] = {
     "alarms": (["--runs", "2", "--power-runs", "2"], lambda found: len(found["rules"]) > 5),
