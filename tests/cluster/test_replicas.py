@@ -191,6 +191,7 @@ class Life(RuleBasedStateMachine):
         self._loop.close()
 
 
+@pytest.mark.thorough  # It waits 15 times for processes to be found dead, up to a limit that a busy machine reaches.
 def test_replicas_adopt_die_and_are_suspended_in_any_order(server: ForkServer) -> None:
     limits = settings(
         max_examples=15,
