@@ -50,21 +50,36 @@ def test_the_time_in_which_the_server_was_stopped_does_not_count() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "signs"),
+    ("interval", "seconds", "signs"),
     [
-        ([1.0, 1.0, 1.0], 1),
-        ([1.0, 1.5, 1.2], 3),
-        ([None, None, None], 3),
-        ([0.0, 0.01, 0.015], 0),
-        ([0.01, 0.015, 0.025], 1),
+        (0.1, [1.0, 1.0, 1.0], 1),
+        (0.1, [1.0, 1.5, 1.2], 3),
+        (0.1, [None, None, None], 3),
+        (0.1, [0.0, 0.01, 0.015], 0),
+        (0.1, [0.012, 0.024, 0.036], 1),
+        (12.0, [0.04 * n for n in range(1000)], 0),
+        (12.0, [*(0.04 * n for n in range(1000)), 41.0], 1),
+        (12.0, [0.5 * n for n in range(11)], 10),
     ],
-    ids=["idle", "work, and the end of a child", "disk", "less than counts", "slow work adds up"],
+    ids=[
+        "idle",
+        "work, and the end of a child",
+        "disk",
+        "less than counts",
+        "slow work adds up",
+        "the threads of gloo",
+        "work after hours without",
+        "a machine with twenty others",
+    ],
 )
-def test_signs_of_work(seconds: list[float | None], signs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signs_of_work(
+    interval: float, seconds: list[float | None], signs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found, sent = iter(seconds), list[object]()
     monkeypatch.setattr(rpc, "cpu_seconds", lambda: next(found))
+    monkeypatch.setattr(rpc.time, "sleep", lambda interval: None)
     with pytest.raises(StopIteration):
-        show_work(sent.append, 0.0)
+        show_work(sent.append, interval)
     assert sent == [SIGN_OF_WORK] * signs
 
 

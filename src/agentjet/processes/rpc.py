@@ -67,6 +67,8 @@ REASON_SECONDS = 2.0
 """Time for a process to end by itself whose connection ended. Then it is killed."""
 MIN_CPU_SECONDS = 0.02
 """Minimum CPU time that counts as work. The operating system counts in steps of 0.01 s."""
+BACKGROUND_SHARE = 0.02
+"""CPU seconds a second that never count as work. In a rank that waits for another one, threads of gloo use 0.003."""
 
 
 # ---- messages --------------------------------------------------------------------------------------------------------
@@ -486,14 +488,16 @@ def show_work(send: Send, interval: float) -> None:
     The time of this thread does not count, so a process that waits for another one is silent. Heartbeats would not show
     a hang: a thread sends them while the main loop is deadlocked.
     """
-    before = 0.0
+    before = work = 0.0
     while True:
         time.sleep(interval)
         used = cpu_seconds()
-        if used is None:
-            send(SIGN_OF_WORK)
-        elif abs(used - before) >= MIN_CPU_SECONDS:  # Less adds up, for busy machines. It falls when a child ends.
+        if used is not None:
+            # Little adds up: a busy machine gives it slowly. The sum falls when a child ends.
+            work = max(0.0, work + abs(used - before) - BACKGROUND_SHARE * interval)
             before = used
+        if used is None or work >= MIN_CPU_SECONDS:
+            work = 0.0
             send(SIGN_OF_WORK)
 
 
