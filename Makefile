@@ -142,8 +142,8 @@ scale: setup  ## faults of a whole cluster, with real ranks and fake replicas
 docs: setup  ## write the pages that are made from the program
 	$(BIN)/python -c "from agentjet.config import settings_table; print('# Settings\n\nFor operators: every setting of \`agentjet serve\`. Generated from the schema by \`make docs\`.\n'); print(settings_table(), end='')" > docs/settings.md
 	$(BIN)/python -c "import pathlib; from agentjet.cli.main import recipes_reference; page = pathlib.Path('docs/recipes.md'); page.write_text(page.read_text().partition('## Every recipe')[0] + '## Every recipe\n\nMade from the code by \`make docs\`.\n\n' + recipes_reference())"
-	$(BIN)/python -c "import pathlib; from agentjet.server.dialects import keys_table; page = pathlib.Path('docs/dialects.md'); page.write_text(page.read_text().partition('## Every key')[0] + '## Every key\n\nMade from the code by \`make docs\`.\n\n' + keys_table())"
-	cp src/agentjet/gateway/health.md docs/health.md
+	$(BIN)/python -c "import pathlib; from agentjet.front.dialects import keys_table; page = pathlib.Path('docs/dialects.md'); page.write_text(page.read_text().partition('## Every key')[0] + '## Every key\n\nMade from the code by \`make docs\`.\n\n' + keys_table())"
+	cp src/agentjet/server/health.md docs/health.md
 	$(BIN)/python docs/site/costs.py
 
 screens: setup  ## draw the pictures of the page in docs/screens, from a run of this machine; needs Chromium

@@ -5,7 +5,7 @@ whose neighbours correlate, failing agents, and the metrics that `swarm.facts` c
 look at the run after every step. False alarms: the share of healthy runs with any warning of a rule at any look.
 Power: the share of broken runs that the rule notices within the stated steps, at the damage of `DAMAGES`.
 
-`--write` keeps the result in `bench/alarms.json` and its table in `gateway/health.md`, which `make docs` copies.
+`--write` keeps the result in `bench/alarms.json` and its table in `server/health.md`, which `make docs` copies.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import numpy as np
 from rich.console import Console
 
 from agentjet.config import JobConfig
-from agentjet.gateway.health import RULES, STATED, TEXT, RunFacts, SilentEpisode
-from agentjet.gateway.learning import learning
 from agentjet.protocol import EvaluationView
+from agentjet.server.health import RULES, STATED, TEXT, RunFacts, SilentEpisode
+from agentjet.server.learning import learning
 from agentjet.swarm.store import RECENT_STEPS
 from bench.machine import CASES, grid
 

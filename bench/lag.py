@@ -47,8 +47,8 @@ from rich.console import Console
 
 from agentjet.cli import server_process
 from agentjet.config import ServeConfig
+from agentjet.front.keys import Keys
 from agentjet.recipes.baselines import Grpo
-from agentjet.server import Keys
 from agentjet.types import JOURNAL
 from bench.machine import ROOT, grid, missed_bounds, report, started
 from bench.scripted import Watch

@@ -25,8 +25,8 @@ from typing import Any
 
 from agentjet.config import JobConfig
 from agentjet.errors import Later
+from agentjet.front.http import tune_python
 from agentjet.protocol import BeginRequest, EpisodeQuery, FinishRequest
-from agentjet.server.http import tune_python
 from agentjet.swarm import Batch, EpisodeRecord, Journal, SwarmState
 from agentjet.swarm.state import State
 from agentjet.types import SOLE_POLICY, Call, Message

@@ -26,9 +26,10 @@ from starlette.responses import HTMLResponse
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from agentjet.config import ServeConfig
-from agentjet.gateway.runs import Runs
-from agentjet.server import Keys, create_app
-from agentjet.server.http import listen, tune_python, uvicorn_config
+from agentjet.front.http import listen, tune_python, uvicorn_config
+from agentjet.front.keys import Keys
+from agentjet.server.app import create_app
+from agentjet.server.runs import Runs
 from agentjet.swarm import Journal
 from agentjet.types import ModelInfo, PolicyId, Sampled, SamplingParams
 from bench.machine import forget_peak, memory_mb, percentile

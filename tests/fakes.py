@@ -18,9 +18,11 @@ from agentjet.compute.operations import FINGERPRINT, body_digest
 from agentjet.compute.protocol import EMBEDDED, Capabilities, LossSpec, Outputs
 from agentjet.config import ComputeConfig, ModelConfig, OptimizerConfig, ServeConfig
 from agentjet.errors import ConfigError, OutOfCache, PolicyRemoved, WorkerDied
-from agentjet.gateway import CallChunk, CallRequest, Gateway, Runs
-from agentjet.gateway.read import job_of
+from agentjet.front.calls import CallChunk, CallRequest
 from agentjet.protocol import BeginRequest, EpisodeQuery, FinishRequest, JobBody
+from agentjet.server.gateway import Gateway
+from agentjet.server.read import job_of
+from agentjet.server.runs import Runs
 from agentjet.swarm import EpisodeRecord, SwarmState
 from agentjet.timeline.batch import TrainingBatch
 from agentjet.timeline.support import encode_set

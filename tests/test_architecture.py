@@ -4,7 +4,7 @@
 2. A library is imported only by packages whose row has it, `lazy` ones only inside functions.
 3. Importing the light packages loads neither torch nor transformers, and the client loads no library of the server. A
    fresh interpreter checks this, because libraries import other libraries.
-4. The gateway uses every method of the compute protocol.
+4. Front and server use every method of the compute protocol.
 5. No file is longer than 900 lines, and no file is called utils.
 6. A child process imports nothing from the present working directory.
 7. Only the server, its clients and the table of statuses know HTTP statuses.
@@ -31,8 +31,8 @@ SOURCE = ROOT / "src" / "agentjet"
 MAX_LINES = 900
 PROTOCOLS = {"Sampler", "Learner", "Compute"}
 PRIMITIVES = {"load_batch", "forward_backward", "optim_step"}
-"""Operations that the gateway asks for through `operations.learn`."""
-HTTP = {"protocol", "server", "client", "cli", "research"}
+"""Operations that the server asks for through `operations.learn`."""
+HTTP = {"protocol", "front", "server", "client", "cli", "research"}
 VAGUE = {"utils", "util", "helpers", "misc", "common"}
 
 
@@ -69,14 +69,15 @@ PACKAGES = {
         f"{VOCABULARY} config timeline rendering recipes processes",
         "gguf huggingface_hub llguidance msgpack numpy peft psutil safetensors tokenizers torch transformers vllm",
     ),
-    "gateway": rule(
-        f"{VOCABULARY} config protocol timeline rendering swarm recipes.hooks compute.operations compute.protocol",
-        "numpy",
+    "front": rule(
+        f"{VOCABULARY} config protocol timeline rendering swarm compute.protocol",
+        "fastapi itsdangerous pydantic pydantic_core starlette uvicorn",
         lazy="opentelemetry",
     ),
     "server": rule(
-        f"{VOCABULARY} config protocol gateway",
-        "fastapi itsdangerous prometheus_client psutil pydantic pydantic_core starlette uvicorn",
+        f"{VOCABULARY} config protocol timeline rendering swarm recipes.hooks compute.operations compute.protocol "
+        "front",
+        "fastapi numpy prometheus_client psutil starlette",
     ),
     "client": rule(f"{VOCABULARY} protocol", "httpx pydantic", lazy="rich"),
     "trackers": rule(VOCABULARY, lazy="mlflow tensorboardX trackio wandb"),
@@ -89,7 +90,8 @@ COMMAND_LINE = rule(
 )
 LIGHT = ["agentjet"]
 LIGHT += [
-    f"agentjet.{name}" for name in ("client", "cli.main", "swarm", "rendering", "gateway", "server", "compute.backend")
+    f"agentjet.{name}"
+    for name in ("client", "cli.main", "swarm", "rendering", "front.inference", "server.app", "compute.backend")
 ]
 """Modules without torch, in the order in which one interpreter imports them; the first three are the client's."""
 
@@ -221,10 +223,12 @@ def test_arrows_point_up_the_table() -> None:
         ("timeline", "import torch", "may use"),
         ("client", "import rich.progress", "only inside functions"),
         ("swarm", "from agentjet.recipes import losses", "may import"),
-        ("gateway", "from agentjet.compute.backend import ProcessCompute", "may import"),
-        ("gateway", "from agentjet.compute import Compute", None),
+        ("server", "from agentjet.compute.backend import ProcessCompute", "may import"),
+        ("server", "from agentjet.compute import Compute", None),
+        ("front", "from agentjet.server.runs import Runs", "may import"),
+        ("server", "from agentjet.front.calls import Calls", None),
         ("client", "def f():\n    import rich", None),
-        ("server", "from agentjet.server import auth", None),
+        ("server", "from agentjet.server import access", None),
     ],
 )
 def test_the_rule_itself(package: str, line: str, problem: str | None, tmp_path: Path) -> None:
@@ -277,13 +281,14 @@ def test_the_line_to_the_worker_has_no_verb_that_nobody_uses() -> None:
     protocols = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name in PROTOCOLS]
     methods = [node for protocol in protocols for node in protocol.body]
     verbs = {node.name for node in methods if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
-    asked = "\n".join(path.read_text(encoding="utf-8") for path in (SOURCE / "gateway").glob("*.py"))
+    asking = [path for package in ("front", "server") for path in (SOURCE / package).glob("*.py")]
+    asked = "\n".join(path.read_text(encoding="utf-8") for path in asking)
     assert verbs - PRIMITIVES == set(re.findall(r"(?<!agentjet\.)compute\.(\w+)", asked))
 
 
 def test_the_files_named_in_the_architecture_exist() -> None:
     named = set(re.findall(r"`([\w/]+\.py)`", (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")))
-    places = (ROOT, SOURCE, SOURCE / "gateway")
+    places = (ROOT, SOURCE, SOURCE / "front", SOURCE / "server")
     assert [name for name in sorted(named) if not any((place / name).exists() for place in places)] == []
 
 

@@ -185,7 +185,7 @@ def test_every_metric_of_a_step_is_explained() -> None:
     kinds = "reward|code|agent|episodes?|rollout|completion|batch|groups|forest|policy|optim|weights|time|perf"
     kinds += "|learner|sampler|server"
     literal = re.compile(rf'"((?:{kinds})/[\w/{{}}.-]*[\w}}])"')
-    packages = [SOURCE / name for name in ("recipes", "swarm", "gateway", "compute")]
+    packages = [SOURCE / name for name in ("recipes", "swarm", "front", "server", "compute")]
     sources = [path.read_text(encoding="utf-8") for package in packages for path in package.rglob("*.py")]
     named = {re.sub(r"{[^}]*}", "*", name) for text in sources for name in literal.findall(text)}
     table = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8").split("## What a step reports")[1]

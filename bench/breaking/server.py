@@ -24,7 +24,8 @@ from agentjet.compute.backend import ProcessCompute
 from agentjet.compute.operations import body_digest
 from agentjet.config import ServeConfig
 from agentjet.errors import AgentJetError
-from agentjet.gateway import Gateway, runs
+from agentjet.server import runs
+from agentjet.server.gateway import Gateway
 from agentjet.swarm import Batch, Journal
 from agentjet.timeline.batch import TrainingBatch
 from bench.breaking.hooks import Disk, JumpingClock, MortalCompute, Trap, die

@@ -16,8 +16,10 @@ from typer.cli import get_docs_for_click
 
 from agentjet.cli.main import app as commands
 from agentjet.config import load_config
-from agentjet.gateway.runs import Runs
-from agentjet.server import Keys, access, create_app
+from agentjet.front.keys import Keys
+from agentjet.server import access
+from agentjet.server.app import create_app
+from agentjet.server.runs import Runs
 
 TOKENS = {
     id(guard): opens

@@ -25,8 +25,8 @@ from agentjet.cli.checkpoints import branch, roll_back
 from agentjet.client import Swarm
 from agentjet.compute.embedded.checkpoint import seal
 from agentjet.errors import CheckpointError, ConfigError, Conflict, InvalidRequest, Later, NotFound
-from agentjet.gateway.run_policies import BEST
 from agentjet.protocol import BeginRequest, EvaluationRequest, RunSettings
+from agentjet.server.run_policies import BEST
 from agentjet.types import PolicyId
 from tests.cli.test_commands import at, run
 from tests.fakes import Running, recent_episodes, running

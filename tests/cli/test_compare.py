@@ -11,9 +11,9 @@ import pytest
 from agentjet.cli.checkpoints import roll_back
 from agentjet.cli.runs import read_runs
 from agentjet.errors import ConfigError
-from agentjet.gateway.collection import code_notes, compared_tasks, differing_settings, figures, notes
-from agentjet.gateway.learning import held_out_fall
 from agentjet.protocol import EvaluationRequest, EvaluationView
+from agentjet.server.collection import code_notes, compared_tasks, differing_settings, figures, notes
+from agentjet.server.learning import held_out_fall
 from tests.cli.test_commands import run
 from tests.fakes import running
 

@@ -100,7 +100,7 @@ def test_the_command_line_begins_and_ends_episodes(served: Served) -> None:
         *("OPENAI_BASE_URL", "OPENAI_API_KEY", "OPENAI_MODEL"),
         *("ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY", "ANTHROPIC_MODEL"),
     ]
-    assert given["OPENAI_MODEL"] == given["ANTHROPIC_MODEL"] == served.run.gateway.model_name
+    assert given["OPENAI_MODEL"] == given["ANTHROPIC_MODEL"] == served.run.gateway.hosted.model_name
     assert given["ANTHROPIC_BASE_URL"] + "/v1" == given["OPENAI_BASE_URL"] == f"{served.url}/v1"
     assert use(given, "hello") == ["at your service"]
     episode = given["AGENTJET_EPISODE"]

@@ -26,9 +26,9 @@ from agentjet.cli.look import RemoteRun, RunsAndStudies
 from agentjet.cli.runs import read_runs
 from agentjet.config import ServerConfig
 from agentjet.errors import ConfigError, Later
-from agentjet.gateway.collection import Collection
 from agentjet.protocol import EvaluationRequest
-from agentjet.server.look import OfflineViewer, create_look_app
+from agentjet.server.app import OfflineViewer, create_look_app
+from agentjet.server.collection import Collection
 from agentjet.swarm.journal_file import SCHEMA_VERSION
 from tests.cli.test_commands import run
 from tests.fakes import running

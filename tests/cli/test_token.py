@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from agentjet.cli.main import app
 from agentjet.errors import ConfigError, InvalidRequest, Unauthorized
-from agentjet.server import Keys
+from agentjet.front.keys import Keys
 
 
 def token(*arguments: str, data_dir: Path) -> str:

@@ -25,7 +25,7 @@ from agentjet.compute.embedded.worker import Worker
 from agentjet.compute.operations import OperationLog
 from agentjet.config import ModelConfig, ServeConfig
 from agentjet.errors import AgentJetError, ComputeError, WorkerDied
-from agentjet.gateway import Gateway
+from agentjet.server.gateway import Gateway
 from agentjet.timeline.batch import TrainingBatch
 from agentjet.types import DEFAULT_RUN, ModelInfo, PolicyId, Sampled, SamplingParams
 

@@ -23,7 +23,7 @@ from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.policy import Policy
 from agentjet.config import ServeConfig
 from agentjet.errors import CheckpointError
-from agentjet.gateway import Runs
+from agentjet.server.runs import Runs
 from agentjet.types import PolicyId, Sampled, SamplingParams
 from tests.compute.checkpoint_damage import EXPORTED, NEWEST, REFUSED, Damage, LocalWorker, Undisturbed, judge
 from tests.fakes import Clock, Running, ScriptedCompute, saying

@@ -27,16 +27,17 @@ import uvicorn
 import agentjet
 from agentjet.compute.backend import ProcessCompute
 from agentjet.config import parse_config
-from agentjet.gateway import Runs
-from agentjet.server import Keys, create_app
-from agentjet.server.http import listen, uvicorn_config
+from agentjet.front.http import listen, uvicorn_config
+from agentjet.front.keys import Keys
+from agentjet.server.app import create_app
+from agentjet.server.runs import Runs
 from tests.e2e.server import SETTINGS
 from tests.server.serving import ADMIN, SECRET, TOKEN, VIEWER
 from tests.tiny import make_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-CALL_FILES = 32
+CALL_FILES = 26
 CALL_TYPES = 7
 ROOT = Path(agentjet.__file__).parent
 VOCABULARY = ("protocol", "types.py", "errors.py", "config")
@@ -140,7 +141,7 @@ def test_a_completion_passes_few_files_and_value_types(tmp_path: Path) -> None:
     with trace.installed():
         asyncio.run(second_turn(model, tmp_path / "data", trace))
     files = sorted(file for file in trace.files if not file.startswith(VOCABULARY))
-    assert "server/inference.py" in files and "gateway/calls.py" in files, "the trace saw the path"
+    assert "front/inference.py" in files and "front/calls.py" in files, "the trace saw the path"
     assert len(files) <= CALL_FILES, files
     stages = (trace.types | READ) - set().union(*PARTS.values())
     assert {"CallRequest", "Prompt", "SamplingParams", "CallChunk", "Call"} <= stages, "the trace saw the types"

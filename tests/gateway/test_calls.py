@@ -39,11 +39,11 @@ from agentjet.errors import (
     Unavailable,
     WorkerHung,
 )
-from agentjet.gateway.calls import choice_seed
-from agentjet.gateway.training import MAX_FAILURES
+from agentjet.front.calls import choice_seed
 from agentjet.protocol import BeginRequest, RunSettings, status_of
 from agentjet.recipes.baselines import Grpo
 from agentjet.recipes.rollout import Rollout, TaskStats
+from agentjet.server.training import MAX_FAILURES
 from agentjet.swarm.state import EpisodeRecord
 from agentjet.types import SamplingParams
 from tests.fakes import Running, running

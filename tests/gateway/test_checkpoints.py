@@ -48,8 +48,8 @@ from agentjet.cli.checkpoints import branch
 from agentjet.cli.server_process import check_data_dir
 from agentjet.compute.embedded.checkpoint import seal
 from agentjet.errors import CheckpointError, ComputeError, ConfigError, Conflict, Later, Unavailable
-from agentjet.gateway.run_policies import whole_model
 from agentjet.protocol import AbortRequest, BeginRequest, EpisodeTree, EvaluationRequest, RunSettings
+from agentjet.server.run_policies import whole_model
 from agentjet.swarm import journal
 from agentjet.swarm.journal import Slice
 from agentjet.types import CheckpointStamp, PolicyId

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from agentjet.errors import Later, Unavailable
-from agentjet.gateway.concurrency import Broadcast, Gate
+from agentjet.front.concurrency import Broadcast, Gate
 from agentjet.protocol import status_of
 from tests.fakes import Clock
 

@@ -30,7 +30,7 @@ from pathlib import Path
 import pytest
 
 from agentjet.errors import Conflict, Later, Unavailable
-from agentjet.gateway.concurrency import GroupCommit
+from agentjet.front.concurrency import GroupCommit
 from agentjet.protocol import BeginRequest, CloseGroupsRequest, FinishRequest, GroupName, status_of
 from agentjet.swarm import EpisodeRecord, Group, Journal
 from agentjet.timeline.tree import ConversationTree
@@ -272,7 +272,7 @@ async def test_a_refusal_before_the_first_slice_undoes_nothing(tmp_path: Path) -
 async def test_a_batch_is_recorded_in_slices_by_one_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: str
 ) -> None:
-    monkeypatch.setattr("agentjet.gateway.concurrency.SLICE_SECONDS", 0.0)
+    monkeypatch.setattr("agentjet.front.concurrency.SLICE_SECONDS", 0.0)
     monkeypatch.setattr("agentjet.swarm.batches.MEMBERS_A_SLICE", 2)
     async with running(tmp_path / "d", job={"batch_size": 2, "group_size": 4, "checkpoint_every": 0}) as run:
         swarm, other = run.gateway.swarm, await begin(run, "other")
@@ -328,7 +328,7 @@ async def test_a_slice_that_fails_refuses_the_other_changes_and_all_can_be_repea
 ) -> None:
     async with running(tmp_path / "d", job={"recipe": "rft", "batch_size": 3}) as run:
         swarm, names = run.gateway.swarm, [GroupName(group=group) for group in "ab"]
-        monkeypatch.setattr("agentjet.gateway.concurrency.SLICE_SECONDS", 0.0)
+        monkeypatch.setattr("agentjet.front.concurrency.SLICE_SECONDS", 0.0)
         for group in "ab":
             begun = await run.gateway.begin(BeginRequest(task_id="t", group=group))
             await run.say(begun.id)
@@ -365,7 +365,7 @@ async def test_a_slice_that_fails_refuses_the_other_changes_and_all_can_be_repea
 async def test_a_client_that_waits_gets_the_place_of_a_begin_that_was_undone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agentjet.gateway.gateway.LEASE_CHECK_SECONDS", 0.001)
+    monkeypatch.setattr("agentjet.server.gateway.LEASE_CHECK_SECONDS", 0.001)
     async with running(
         tmp_path / "d", job={"recipe": "rft", "batch_size": 1, "group_size": 1, "min_group_size": 1}
     ) as run:
@@ -383,7 +383,7 @@ async def test_a_client_that_waits_gets_the_place_of_a_begin_that_was_undone(
 
 
 async def test_training_goes_on_after_an_undone_begin_held_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentjet.gateway.gateway.LEASE_CHECK_SECONDS", 0.001)
+    monkeypatch.setattr("agentjet.server.gateway.LEASE_CHECK_SECONDS", 0.001)
     async with running(
         tmp_path / "d", job={"recipe": "rft", "batch_size": 1, "group_size": 1, "min_group_size": 1}
     ) as run:
@@ -402,7 +402,7 @@ async def test_training_goes_on_after_an_undone_begin_held_it(tmp_path: Path, mo
             yield from [None] * 20  # The training loop finds that it has to wait.
             raise KeyError("bug")
 
-        monkeypatch.setattr("agentjet.gateway.concurrency.SLICE_SECONDS", 0.0)
+        monkeypatch.setattr("agentjet.front.concurrency.SLICE_SECONDS", 0.0)
         failing = asyncio.create_task(run.gateway.commits.in_slices(slices()))
         pinned = asyncio.create_task(run.gateway.begin(BeginRequest(task_id="e", mode="eval", at_version=0)))
         await run.until(lambda: swarm.store.num_pinned() == 1)

@@ -17,7 +17,16 @@ import typer
 
 from agentjet.cli.main import app
 from agentjet.config import JobConfig, OptimizerConfig
-from agentjet.gateway.health import (
+from agentjet.protocol import (
+    AbortRequest,
+    BeginRequest,
+    FinishRequest,
+    HealthRuleView,
+    ZeroVariance,
+    duration,
+    flatten,
+)
+from agentjet.server.health import (
     RULES,
     STATED,
     TEXT,
@@ -28,17 +37,8 @@ from agentjet.gateway.health import (
     health,
     remedies,
 )
-from agentjet.gateway.observability import Gap
-from agentjet.gateway.read import health_of
-from agentjet.protocol import (
-    AbortRequest,
-    BeginRequest,
-    FinishRequest,
-    HealthRuleView,
-    ZeroVariance,
-    duration,
-    flatten,
-)
+from agentjet.server.observability import Gap
+from agentjet.server.read import health_of
 from agentjet.swarm import EpisodeRecord
 from agentjet.swarm.episodes import Refill, Silence
 from bench import alarms

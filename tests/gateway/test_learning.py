@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from agentjet.gateway.learning import held_out_fall, learning
 from agentjet.protocol import EvaluationView
+from agentjet.server.learning import held_out_fall, learning
 
 NUM_RUNS = 600
 

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from agentjet.errors import Conflict
-from agentjet.gateway import CallChunk, gateway
+from agentjet.front.calls import CallChunk
 from agentjet.protocol import BeginRequest, FinishRequest, JobBody
+from agentjet.server import gateway
 from agentjet.swarm import EpisodeRecord
 from agentjet.swarm.journal import Slice
 from tests.fakes import Running, job_body, recent_episodes, running, saying
@@ -82,7 +83,7 @@ async def test_the_end_of_many_episodes_leaves_the_loop_to_others(
 async def test_leases_go_on_ending_after_a_failure_of_the_look_at_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("agentjet.gateway.gateway.LEASE_CHECK_SECONDS", 0.001)
+    monkeypatch.setattr("agentjet.server.gateway.LEASE_CHECK_SECONDS", 0.001)
     async with running(tmp_path / "d", job={"lease_seconds": 10}) as run:
         episode = await run.gateway.begin(BeginRequest(task_id="t"))
         swarm, real, looks = run.gateway.swarm, run.gateway.swarm.reap, 0

@@ -40,9 +40,9 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from agentjet.errors import Conflict, StackLine, thread_stack
-from agentjet.gateway.observability import EVERY, Activity, LoopLag, function_of, work_text
 from agentjet.protocol import BeginRequest, StatusResponse
 from agentjet.server.monitoring import exposition
+from agentjet.server.observability import EVERY, Activity, LoopLag, function_of, work_text
 from agentjet.swarm import journal
 from agentjet.types import SlowWork
 from tests.fakes import RUN, Clock, Running, running
@@ -201,7 +201,7 @@ async def test_a_run_shows_its_lag_everywhere(tmp_path: Path, monkeypatch: pytes
         await run.until(lambda: (worst := gateway.telemetry.lag.recent()) is not None and worst.cpu >= 0.3)
         status = gateway.status()
         assert status.loop is not None and status.loop.cpu >= 0.3 and status.loop.wall >= 0.3
-        assert status.loop.held_by.startswith("agentjet.gateway.")
+        assert status.loop.held_by.startswith("agentjet.server.")
         assert f'agentjet_loop_lag_seconds{{clock="cpu"}} {status.loop.cpu}' in exposition(gateway).decode()
         found = {rule.name: rule for rule in (await gateway.reader.health()).rules}["loop"]
         assert found.level == "warn" and status.loop.held_by in found.text
@@ -212,7 +212,7 @@ async def test_a_run_shows_its_lag_everywhere(tmp_path: Path, monkeypatch: pytes
 
 
 async def test_reading_a_status_renews_no_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentjet.gateway.gateway.LEASE_CHECK_SECONDS", 3600.0)
+    monkeypatch.setattr("agentjet.server.gateway.LEASE_CHECK_SECONDS", 3600.0)
     async with running(tmp_path / "d", job={"lease_seconds": 10}) as run:
         episode = await run.gateway.begin(BeginRequest(task_id="t"))
         before = run.gateway.swarm.expires_at(episode)
@@ -297,7 +297,7 @@ def test_without_a_tracer_nothing_is_imported() -> None:
 import sys
 import tempfile
 import threading
-from agentjet.gateway.observability import Tracing
+from agentjet.front.tracing import Tracing
 with Tracing().span("step", batch_id=0):
     Tracing().annotate(call_id="c")
 assert not any(name.startswith("opentelemetry") for name in sys.modules)

@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 
 from agentjet.errors import CheckpointError, ConfigError, Conflict, InvalidRequest, Later, Unavailable
-from agentjet.gateway import CallRequest
+from agentjet.front.calls import CallRequest
 from agentjet.protocol import BeginRequest, EpisodeTree
 from agentjet.types import Conversation, Message, PolicyId
 from tests.fakes import RUN, Running, running

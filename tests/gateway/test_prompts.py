@@ -24,7 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentjet.errors import InvalidRequest
-from agentjet.gateway.prompts import CompletionParser, prepare_prompt
+from agentjet.front.prompts import CompletionParser, prepare_prompt
 from agentjet.rendering import Renderer
 from agentjet.timeline import ConversationTree
 from agentjet.types import Conversation, Message, Sampled

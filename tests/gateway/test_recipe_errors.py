@@ -16,12 +16,12 @@ import pytest
 
 from agentjet.config import JobConfig
 from agentjet.errors import ConfigError, InvalidRequest, Later, RecipeError
-from agentjet.gateway.run_policies import check_model
 from agentjet.protocol import BeginRequest, FinishRequest, status_of
 from agentjet.recipes.baselines import Grpo
 from agentjet.recipes.recipe import FinishedGroup
 from agentjet.recipes.registry import make_recipe
 from agentjet.recipes.rollout import Rollout, TaskStats
+from agentjet.server.run_policies import check_model
 from tests.fakes import Running, running
 from tests.tiny import make_model_info
 

@@ -29,7 +29,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentjet.errors import NotFound
-from agentjet.gateway.records import (
+from agentjet.recipes.hooks import PlugInThreads
+from agentjet.recipes.registry import make_recipe
+from agentjet.server.records import (
     Unfinished,
     View,
     batch,
@@ -41,8 +43,6 @@ from agentjet.gateway.records import (
     token_texts,
     utf16_length,
 )
-from agentjet.recipes.hooks import PlugInThreads
-from agentjet.recipes.registry import make_recipe
 from agentjet.swarm.facts import AdvantageHook, Advantages, Members
 from agentjet.swarm.origin import POLICIES
 from agentjet.types import ESCAPE, ESCAPED_BYTE

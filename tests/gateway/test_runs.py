@@ -41,9 +41,10 @@ from agentjet.errors import (
     Unavailable,
     WorkerDied,
 )
-from agentjet.gateway import CallRequest, Gateway
-from agentjet.gateway.runs import Runs
+from agentjet.front.calls import CallRequest
 from agentjet.protocol import AbortRequest, BeginRequest, EpisodeQuery, Event, FinishRequest, RunSettings, status_of
+from agentjet.server.gateway import Gateway
+from agentjet.server.runs import Runs
 from agentjet.swarm import Journal
 from agentjet.swarm.journal_file import JournalFile
 from agentjet.swarm.store import Store

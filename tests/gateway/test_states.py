@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from agentjet.errors import Conflict, Later
-from agentjet.gateway.observability import StepTimer
 from agentjet.protocol import BeginRequest, status_of
+from agentjet.server.observability import StepTimer
 from tests.fakes import Clock, running
 
 

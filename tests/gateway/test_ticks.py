@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from agentjet.gateway import ticks
-from agentjet.gateway.ticks import SharedAnswers, Ticks
 from agentjet.protocol import Event
+from agentjet.server import ticks
+from agentjet.server.ticks import SharedAnswers, Ticks
 from tests.fakes import running
 
 pytestmark = pytest.mark.anyio

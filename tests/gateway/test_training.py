@@ -24,9 +24,9 @@ from typing import Any
 import pytest
 
 from agentjet.errors import CheckpointError, ConfigError, Conflict, Later, Unavailable, WorkerDied
-from agentjet.gateway.health import cutting_limit
-from agentjet.gateway.training import MAX_FAILURES
 from agentjet.protocol import AbortRequest, BeginRequest, FinishRequest, status_of
+from agentjet.server.health import cutting_limit
+from agentjet.server.training import MAX_FAILURES
 from agentjet.swarm import Batch
 from tests.fakes import RUN, ScriptedCompute, running, saying
 from tests.tiny import make_model_info

@@ -23,7 +23,7 @@ from typing import Any
 
 from agentjet import Episode, Swarm, Task
 from agentjet.cli.checkpoints import branch, roll_back
-from agentjet.server.auth import SECRET_FILES
+from agentjet.front.keys import SECRET_FILES
 from agentjet.types import JOURNAL
 from examples.arithmetic.agent import FEEDBACK, QUESTION, ask, training_tasks
 from tests.compute.test_locks import machine

@@ -14,9 +14,9 @@ from playwright.sync_api import Browser, Page
 
 from agentjet.cli.look import RunsAndStudies
 from agentjet.config import ServerConfig
-from agentjet.gateway.collection import Collection
-from agentjet.server.http import listen, uvicorn_config
-from agentjet.server.look import OfflineViewer, create_look_app
+from agentjet.front.http import listen, uvicorn_config
+from agentjet.server.app import OfflineViewer, create_look_app
+from agentjet.server.collection import Collection
 from tests.page.chromium import PATIENCE, REPORT_VIOLATIONS, arrive, loaded, watch
 from tests.server.serving import in_thread
 

@@ -21,7 +21,7 @@ import httpx
 import pytest
 from playwright.sync_api import Browser, Error, Route, expect
 
-from agentjet.server.auth import SESSION_SECONDS
+from agentjet.front.keys import SESSION_SECONDS
 from tests.fakes import ScriptedCompute
 from tests.page.chromium import Site, Tab, arrive, opened_tab, served_site
 from tests.server.serving import ADMIN, in_thread, serving

@@ -18,8 +18,9 @@ from fastapi import FastAPI
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from agentjet.client.threads import LoopThread
-from agentjet.server import Keys, create_app
-from agentjet.server.http import listen, uvicorn_config
+from agentjet.front.http import listen, uvicorn_config
+from agentjet.front.keys import Keys
+from agentjet.server.app import create_app
 from tests.fakes import Running, running
 
 T = TypeVar("T")

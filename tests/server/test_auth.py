@@ -17,8 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentjet.errors import ConfigError, Forbidden, Unauthorized
-from agentjet.server import Keys
-from agentjet.server.auth import SECRET_FILES, Bearer, SecretFile, read_secret, replace_secret
+from agentjet.front.keys import SECRET_FILES, Bearer, Keys, SecretFile, read_secret, replace_secret
 from tests.fakes import Clock
 from tests.server.serving import ADMIN, serving
 

@@ -25,12 +25,12 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
 from agentjet.errors import InvalidRequest, TooLarge
-from agentjet.gateway.concurrency import LARGE, from_thread, offload
-from agentjet.gateway.prompts import prepare_prompt
-from agentjet.server.dialects.chat import ChatBody
-from agentjet.server.dialects.messages import MessagesBody
-from agentjet.server.http import Limits
-from agentjet.server.requests import count_values, parse_body
+from agentjet.front.concurrency import LARGE, from_thread, offload
+from agentjet.front.dialects.chat import ChatBody
+from agentjet.front.dialects.messages import MessagesBody
+from agentjet.front.http import Limits
+from agentjet.front.prompts import prepare_prompt
+from agentjet.front.requests import count_values, parse_body
 from tests.server.serving import TOKEN, VIEWER, Served, serving
 
 pytestmark = pytest.mark.anyio
@@ -210,9 +210,9 @@ async def test_bodies_and_prompts_of_large_requests_are_prepared_in_threads(
     def noting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args, **named: (threads.update({name: threading.get_ident()}), function(*args, **named))[1]
 
-    monkeypatch.setattr("agentjet.gateway.concurrency.LARGE", 1)
-    monkeypatch.setattr("agentjet.server.requests.parse_body", noting("body", parse_body))
-    monkeypatch.setattr("agentjet.gateway.calls.prepare_prompt", noting("prompt", prepare_prompt))
+    monkeypatch.setattr("agentjet.front.concurrency.LARGE", 1)
+    monkeypatch.setattr("agentjet.front.requests.parse_body", noting("body", parse_body))
+    monkeypatch.setattr("agentjet.front.calls.prepare_prompt", noting("prompt", prepare_prompt))
     async with serving(tmp_path / "d", job={"max_tokens": 8}) as served:
         form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "integer"}}}
         body = {"model": "policy", "messages": [{"role": "user", "content": "hello"}], "response_format": form}

@@ -14,7 +14,7 @@ from agentjet.client import Swarm
 from agentjet.compute.backend import Hosted, ProcessCompute
 from agentjet.config import ServeConfig
 from agentjet.errors import ConfigError, Forbidden, InvalidRequest
-from agentjet.gateway.run_policies import waiting_for_process
+from agentjet.server.run_policies import waiting_for_process
 from agentjet.types import PolicyId, ProcessStatus, SamplerBounds
 from tests.server.serving import ADMIN, TOKEN, in_thread, serving
 

@@ -23,8 +23,8 @@ import pytest
 
 from agentjet.config import ServerConfig
 from agentjet.errors import CheckpointError
-from agentjet.server import create_app
-from agentjet.server.requests import allowed_hosts
+from agentjet.front.requests import allowed_hosts
+from agentjet.server.app import create_app
 from tests.fakes import running
 from tests.server.serving import ADMIN, serving
 

@@ -21,8 +21,8 @@ from typing import Any
 import pytest
 
 from agentjet.errors import Later, RequestError
-from agentjet.gateway.read import MOST_READS, RunReader
 from agentjet.protocol import EpisodeQuery, status_of
+from agentjet.server.read import MOST_READS, RunReader
 from agentjet.types import Call, Message
 from tests.server.serving import VIEWER, serving
 

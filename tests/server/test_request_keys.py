@@ -18,9 +18,9 @@ import openai
 import pytest
 
 from agentjet.cli.episodes import episode_lines
+from agentjet.front.dialects import DIALECTS, keys_table
+from agentjet.front.dialects.dialect import Body, request_notes
 from agentjet.protocol import EpisodeTree
-from agentjet.server.dialects import DIALECTS, keys_table
-from agentjet.server.dialects.dialect import Body, request_notes
 from tests.server.serving import Served, serving
 from tests.server.speaking import CHAT, HELLO, MESSAGES, RESPONSES, Speech
 from tests.tiny import make_model_info

@@ -20,7 +20,7 @@ from openai.types.responses import Response
 from openai.types.responses.response_stream_event import ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from agentjet.server.dialects.responses import from_custom_input, to_custom_input
+from agentjet.front.dialects.responses import from_custom_input, to_custom_input
 from agentjet.timeline.identity import answer_key
 from agentjet.types import Message, ModelInfo, ToolCall
 from tests.fakes import saying

@@ -23,7 +23,7 @@ import httpx
 import pytest
 
 from agentjet.client.threads import LoopThread
-from agentjet.server.auth import read_secret
+from agentjet.front.keys import read_secret
 from tests.fakes import recent_episodes
 from tests.server.serving import ADMIN, TOKEN, VIEWER, Served, in_thread, serving
 

@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 
 from agentjet.errors import Unauthorized
-from agentjet.server import Keys
-from agentjet.server.auth import (
+from agentjet.front.keys import (
     CODE_SECONDS,
     MAX_CODES,
     SECRET_FILES,
     SESSION_SECONDS,
     Bearer,
+    Keys,
     SessionCodes,
     replace_secret,
 )

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from agentjet.server.http import Limits
+from agentjet.front.http import Limits
 from tests.fakes import saying
 from tests.server.serving import Served, serving
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from agentjet.gateway import calls
+from agentjet.front import calls
 from agentjet.recipes.baselines import Grpo
 from agentjet.recipes.rollout import Rollout, TaskStats
 from agentjet.swarm import Journal

@@ -19,7 +19,7 @@ import pytest
 from agentjet.client import AsyncSwarm, Retry
 from agentjet.config import ServerConfig, load_config
 from agentjet.errors import ConfigError, Unreachable
-from agentjet.server.http import check_certificate
+from agentjet.front.http import check_certificate
 from tests.needs import need
 from tests.server.serving import TOKEN, serving
 

@@ -14,7 +14,7 @@ from itertools import count
 from hypothesis import strategies as st
 
 from agentjet.errors import InvalidRequest
-from agentjet.gateway.prompts import CompletionParser, Prompt, prepare_prompt
+from agentjet.front.prompts import CompletionParser, Prompt, prepare_prompt
 from agentjet.timeline import ConversationTree
 from agentjet.timeline.identity import answer_key, context_hash
 from agentjet.types import ESCAPE, ESCAPED_BYTE, Call, Conversation, Message, Sampled

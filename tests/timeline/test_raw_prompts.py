@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentjet.errors import InvalidRequest
-from agentjet.gateway.prompts import prepare_prompt
+from agentjet.front.prompts import prepare_prompt
 from agentjet.timeline.tree import orphans
 from agentjet.types import Call, Conversation
 from tests.timeline.agents import Session

@@ -22,8 +22,8 @@ from agentjet.types import DEFAULT_RUN, JOURNAL, CheckpointStamp
 
 if TYPE_CHECKING:
     from agentjet.config import JobConfig
-    from agentjet.gateway.checkpoints import CheckpointStore
     from agentjet.protocol import CheckpointInfo
+    from agentjet.server.checkpoints import CheckpointStore
     from agentjet.swarm import Journal
     from agentjet.swarm.batches import Rollback
 
@@ -196,8 +196,8 @@ def roll_back(data_dir: Path, version: str, run: str = DEFAULT_RUN) -> tuple[Rol
     the present weights. An error changes nothing.
     """
     from agentjet.compute.embedded.checkpoint import seal
-    from agentjet.gateway.checkpoints import CheckpointStore, combined_stamp, policy_folders
-    from agentjet.gateway.observability import MetricsFile
+    from agentjet.server.checkpoints import CheckpointStore, combined_stamp, policy_folders
+    from agentjet.server.observability import MetricsFile
     from agentjet.swarm import Journal, SwarmState
     from agentjet.swarm.batches import check_rollback
     from agentjet.swarm.origin import policies_of
@@ -233,8 +233,8 @@ def branch(source: Path, version: str, data_dir: Path, run: str = DEFAULT_RUN) -
     another one, and for a checkpoint of another origin. Raises `CheckpointError` for one that is missing, damaged, or
     not the journal's.
     """
-    from agentjet.gateway.checkpoints import CheckpointStore
-    from agentjet.gateway.run_policies import FIRST_WEIGHTS
+    from agentjet.server.checkpoints import CheckpointStore
+    from agentjet.server.run_policies import FIRST_WEIGHTS
     from agentjet.swarm import Journal
     from agentjet.swarm.store import Store
 
@@ -268,7 +268,7 @@ def _verified(
 ) -> tuple[dict[str, dict[str, Any]], CheckpointStamp]:
     """The states of the policies of a checkpoint, without digests, and its stamp. It is whole, and the journal's."""
     from agentjet.compute.embedded.checkpoint import verified_state
-    from agentjet.gateway.checkpoints import combined_stamp, policy_folders
+    from agentjet.server.checkpoints import combined_stamp, policy_folders
     from agentjet.swarm.batches import check_stamp, check_state_origin
 
     states = {policy: verified_state(folder) for policy, folder in policy_folders(store.path(version)).items()}
@@ -286,7 +286,7 @@ def _verified(
 
 def _flush(folder: Path) -> None:
     """Syncs everything in a folder to disk."""
-    from agentjet.gateway.checkpoints import flush
+    from agentjet.server.checkpoints import flush
 
     for path in (*folder.rglob("*"), folder):
         flush(path)

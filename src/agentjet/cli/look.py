@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     import httpx
 
     from agentjet.client import Swarm
-    from agentjet.gateway.read import RunReader
     from agentjet.research.report.view import StudyView
-    from agentjet.server.look import Forward
+    from agentjet.server.app import Forward
+    from agentjet.server.read import RunReader
 
 PORT = 8401
 STUDY_FILES = ("study.json", "study.sqlite")
@@ -182,7 +182,7 @@ class RunsAndStudies:
 
     def _add_run(self, folder: Path, place: str) -> str:
         """Adds a run. Returns why it cannot be read, or ''."""
-        from agentjet.gateway.read import RunReader
+        from agentjet.server.read import RunReader
 
         if any(isinstance(run, RunReader) and run.folder.samefile(folder) for run in self.runs.values()):
             return ""  # It was named twice.
@@ -230,9 +230,9 @@ async def _serve(found: RunsAndStudies, listener: socket.socket, only_print: boo
     import uvicorn
 
     from agentjet.config import ServerConfig
-    from agentjet.gateway.collection import Collection
-    from agentjet.server.http import uvicorn_config
-    from agentjet.server.look import OfflineViewer, create_look_app
+    from agentjet.front.http import uvicorn_config
+    from agentjet.server.app import OfflineViewer, create_look_app
+    from agentjet.server.collection import Collection
 
     server = ServerConfig()
     collection = Collection(found.runs, found.studies)
@@ -256,7 +256,7 @@ async def _serve(found: RunsAndStudies, listener: socket.socket, only_print: boo
 
 def _listen(port: int) -> socket.socket:
     """The bound port. Raises `ConfigError` if it is in use."""
-    from agentjet.server.http import listen
+    from agentjet.front.http import listen
 
     try:
         return listen("127.0.0.1", port)

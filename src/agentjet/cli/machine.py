@@ -294,7 +294,7 @@ def _missing(name: str) -> str:
 def find_folder(name: str, data_dir: Path = Path()) -> Path | None:
     """Returns the folder of a model on this machine, or None. Downloads nothing. Raises `ConfigError`."""
     from agentjet.config.loader import cache_dir, check_model_name
-    from agentjet.gateway.run_policies import whole_model
+    from agentjet.server.run_policies import whole_model
 
     if (start := whole_model(data_dir / "runs" / DEFAULT_RUN, name)) is not None:
         return start if start.is_dir() else None

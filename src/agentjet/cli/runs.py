@@ -321,8 +321,8 @@ def _check_different(runs: list[Path], run: str) -> None:
 
 def read_runs(paths: Sequence[Path], run: str = DEFAULT_RUN) -> ComparisonView:
     """The figures of runs and the settings that differ, from their folders or data dirs. Raises `ConfigError`."""
-    from agentjet.gateway.collection import Collection
-    from agentjet.gateway.read import RunReader
+    from agentjet.server.collection import Collection
+    from agentjet.server.read import RunReader
 
     async def read() -> ComparisonView:
         readers = {str(path): RunReader.at(folder_of(path, run), title=str(path)) for path in paths}
@@ -441,8 +441,8 @@ def steps_of_server(swarm: Swarm) -> RunSource:
 
 def steps_of_folder(path: Path, run: str) -> RunSource:
     """The steps of a run's files, also while a server writes them. Raises `ConfigError` without a readable journal."""
-    from agentjet.gateway.read import RunReader
     from agentjet.protocol import StepList
+    from agentjet.server.read import RunReader
 
     reader = RunReader.at(folder_of(path, run))
     reader.check()
@@ -468,7 +468,7 @@ def show_token(
     run: Run = DEFAULT_RUN,
 ) -> None:
     """Print a token, and nothing else. The admin token of the default run opens every run of the server."""
-    from agentjet.server.auth import SECRET_FILES, read_secret
+    from agentjet.front.keys import SECRET_FILES, read_secret
 
     typer.echo(read_secret(_key_folder(data_dir, run) / SECRET_FILES[role]))
 
@@ -486,7 +486,7 @@ def rotate_token(
 
     A new token leaves the keys of live episodes valid. New `keys` make all of them invalid at once, and no token.
     """
-    from agentjet.server.auth import SECRET_FILES, replace_secret
+    from agentjet.front.keys import SECRET_FILES, replace_secret
 
     path = _key_folder(data_dir, run) / SECRET_FILES[role]
     if not path.exists():

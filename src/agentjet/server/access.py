@@ -1,4 +1,4 @@
-"""The runs of a server on HTTP, and who may use which route: the run of a request, its keys, and the guards of routes.
+"""The runs of a server on HTTP, and who may use which control route: the guards, and answers that viewers share.
 
 The paths of a run begin with `/runs/NAME`; those of the default run also go without it. Invariants:
 
@@ -6,77 +6,72 @@ The paths of a run begin with `/runs/NAME`; those of the default run also go wit
 * the answer to a caller without rights in a run does not depend on the run. It is the same for an open run, for one
   that was ended, and for a name that no run has. Its time differs by a few microseconds.
 
-A guard decides from headers and path alone. A route lists its guard among its dependencies. `GuardedRoute` checks it
-before it reads the first byte of the body.
+A route lists its guard among its dependencies. `GuardedRoute` checks it before it reads the first byte of the body.
 """
 
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
+from urllib.parse import urlencode
 
-from fastapi import Depends, Header, Query, Request
-from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
-from fastapi.security.utils import get_authorization_scheme_param
+from fastapi import APIRouter, Depends, Header, Query, Request
 from starlette.requests import HTTPConnection
 from starlette.responses import Response
-from starlette.types import Scope
 
-from agentjet.errors import ConfigError, Conflict, Forbidden, NotFound, TooLarge, Unauthorized
-from agentjet.gateway import Gateway, observability
-from agentjet.gateway.read import RunReader
-from agentjet.gateway.runs import Runs
-from agentjet.gateway.ticks import SharedAnswers
-from agentjet.protocol import RunSettings, RunView
-from agentjet.server.auth import KEY_PREFIX, Bearer, Keys, SessionCodes
-from agentjet.server.http import Limits
+from agentjet.errors import ConfigError, Conflict, Forbidden, NotFound, TooLarge, Unprocessable
+from agentjet.front import tracing
+from agentjet.front.http import Limits
+from agentjet.front.keys import KEY_PREFIX, Bearer, Keys, SessionCodes
+from agentjet.front.requests import (
+    INFERENCE_PATH,
+    PROBLEMS,
+    Guard,
+    GuardedRoute,
+    Handler,
+    RunScope,
+    bearer_of,
+    key_of,
+    route_path,
+    scope_of,
+)
+from agentjet.protocol import PREFIX, RunSettings, RunView
+from agentjet.server.gateway import Gateway
 from agentjet.server.monitoring import Machine
+from agentjet.server.read import RunReader
+from agentjet.server.runs import Runs
+from agentjet.server.ticks import SharedAnswers
 from agentjet.types import DEFAULT_RUN
 
 log = logging.getLogger(__name__)
 
-RUN = "agentjet.run"
-"""Key in the scope of a request below `/runs/NAME`: the run, as `RunScope`."""
-CHECKED = "agentjet.checked"
-"""Key in the scope of a request whose guards were checked before its body was read."""
-RUN_PATH = re.compile(r"/runs/([^/]*)")
-KEY_PATH = re.compile(r"/k/([^/]+)")
-INFERENCE_PATH = re.compile(r"^(/k/[^/]+)?(/v1/.*)", re.DOTALL)
-
 # --- the run of a request
 
 
-@dataclass(frozen=True, slots=True)
-class RunScope:
-    """The parts of a run that guards and read routes use. The runs of `agentjet look` have no more."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadScope(RunScope):
+    """A run whose records can be read. The runs of `agentjet look` have no more."""
 
-    name: str
-    keys: Keys
-    limits: Limits
     open_reader: Callable[[], RunReader]
     """Raises `NotFound` if `agentjet look` has no run."""
     shared: SharedAnswers[Response] | None = None
     """Answers that viewers share; None for a run without events."""
-    refuse_foreign: Callable[[str], None] = lambda token: None
-    """Raises `Forbidden` if another run has this token or key."""
-    max_age: Callable[[], float] = lambda: 0.0
-    """Returns the seconds that an episode key is valid from the start of its episode."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServedRun(RunScope):
+class ServedRun(ReadScope):
     """A run of a server. The routes that change something use its gateway, and the server around it."""
 
     gateway: Gateway
     runs: ServedRuns
 
 
-def scope_of(request: HTTPConnection) -> RunScope:
-    """Returns the run of a request: the default run if its path names none."""
-    run: RunScope = request.scope.get(RUN) or request.app.state.default
+def read_scope(request: HTTPConnection) -> ReadScope:
+    """Returns the run of a request with its reader."""
+    run = scope_of(request)
+    assert isinstance(run, ReadScope)
     return run
 
 
@@ -85,29 +80,6 @@ def served_run(request: HTTPConnection) -> ServedRun:
     run = scope_of(request)
     assert isinstance(run, ServedRun)
     return run
-
-
-def route_path(scope: Scope) -> str:
-    """Returns the decoded path of a request without `/runs/NAME`."""
-    found = RUN_PATH.match(scope["path"])
-    return str(scope["path"][found.end() if found else 0 :])
-
-
-def bearer_of(request: HTTPConnection) -> str:
-    """Returns the bearer token of a request, or ""."""
-    scheme, token = get_authorization_scheme_param(request.headers.get("Authorization"))
-    return token if scheme.lower() == "bearer" else ""
-
-
-def key_of(request: HTTPConnection) -> str:
-    """Returns the episode key of a request, or "".
-
-    OpenAI's SDKs send it as a bearer token, Anthropic's in the header `x-api-key`. Agents that can only set a URL have
-    it in the path.
-    """
-    if in_path := KEY_PATH.match(route_path(request.scope)):
-        return in_path[1]
-    return bearer_of(request) or request.headers.get("x-api-key", "")
 
 
 class ServedRuns:
@@ -132,10 +104,10 @@ class ServedRuns:
             name=gateway.run,
             keys=keys,
             limits=self._limits,
+            calls=gateway.calls,
             open_reader=lambda: gateway.reader,
             shared=gateway.shared,
             refuse_foreign=self.refuse_foreign,
-            max_age=lambda: gateway.swarm.job.max_episode_seconds,  # A changed job applies to keys issued before.
             gateway=gateway,
             runs=self,
         )
@@ -197,27 +169,6 @@ class ServedRuns:
 # --- guards
 
 
-@dataclass(frozen=True)
-class Guard:
-    """One access rule. Raises `Unauthorized`, `Forbidden`, or `NotFound` for a route the run does not have."""
-
-    rule: Callable[[RunScope, Request], object]
-
-    def check(self, request: Request) -> None:
-        run = scope_of(request)
-        try:
-            self.rule(run, request)
-        except Unauthorized:
-            if not run.keys.knows(key_of(request)):
-                run.refuse_foreign(key_of(request))
-            raise
-
-    async def __call__(self, request: Request) -> None:
-        """Checks the guard on a route that is not a `GuardedRoute`, after its body was read."""
-        if CHECKED not in request.scope:
-            self.check(request)
-
-
 def _token(needed: Bearer) -> Guard:
     return Guard(lambda run, request: run.keys.control(bearer_of(request), needed))
 
@@ -225,7 +176,7 @@ def _token(needed: Bearer) -> Guard:
 def _check_episode(run: RunScope, request: Request, needed: Bearer = "client") -> None:
     episode_id = request.path_params["episode_id"]
     run.keys.control(bearer_of(request), needed, episode_id=episode_id, max_age=run.max_age())
-    observability.episode_id.set(episode_id)
+    tracing.episode_id.set(episode_id)
 
 
 def _check_scorer(run: RunScope, request: Request) -> None:
@@ -236,10 +187,6 @@ def _check_scorer(run: RunScope, request: Request) -> None:
             "dir, or set server.episode_may_finish = true.",
             code="not_your_reward",
         )
-
-
-def _check_episode_key(run: RunScope, request: Request) -> None:
-    request.state.episode_id = run.keys.episode(key_of(request), run.max_age())
 
 
 def _check_server_admin(run: RunScope, request: Request) -> None:
@@ -266,8 +213,6 @@ EPISODE_READER = [Depends(Guard(lambda run, request: _check_episode(run, request
 """Allows every token of the run, and the key of the episode in the path."""
 EPISODE_SCORER = [Depends(Guard(_check_scorer))]
 """As `EPISODE`, but allows the key only if `server.episode_may_finish` is true."""
-EPISODE_KEY = [Depends(Guard(_check_episode_key))]
-"""Allows the key of an episode, and stores the episode's id in the state of the request."""
 SMALL_BODY = [Depends(Guard(_check_small_body))]
 """Allows everyone: for a route without a token, which must not read large bodies of strangers."""
 
@@ -279,35 +224,64 @@ async def _served(request: Request) -> ServedRun:  # async, so that FastAPI does
 
 
 async def _reading(request: Request) -> RunReader:
-    return scope_of(request).open_reader()
+    return read_scope(request).open_reader()
 
 
 Deps = Annotated[ServedRun, Depends(_served)]
 Reading = Annotated[RunReader, Depends(_reading)]
 """The reader of the run of a request."""
 IdempotencyKey = Annotated[str | None, Header(alias="Idempotency-Key", min_length=1, max_length=255)]
-BEARER = HTTPBearer(auto_error=False)
-"""Declares the bearer token in `/openapi.json`. `bearer_of` reads it."""
 AT = (
     "Number of an event, such as `last_event` of a tick. The answer has the effects of this event. Viewers that give "
     "it get one answer for up to a second, which is read and encoded once."
 )
 
 
-async def key_in_headers(
-    token: Annotated[HTTPAuthorizationCredentials | None, Depends(BEARER)],
-    api_key: Annotated[str, Header(alias="x-api-key")] = "",
-) -> None:
-    """Declares the headers of an episode key in `/openapi.json`. `key_of` reads them."""
-
-
-async def key_in_path(key: str) -> None:
-    """Declares an episode key in the path in `/openapi.json`."""
-
-
 async def at_event(at: Annotated[int | None, Query(ge=0, description=AT)] = None) -> None:
-    """Declares `at` in `/openapi.json`. `GuardedRoute` reads it."""
+    """Declares `at` in `/openapi.json`. `ReadRoute` reads it."""
 
 
 SHARED_VIEWER = [*VIEWER, Depends(at_event)]
 """As `VIEWER`, for the routes whose answers viewers share."""
+
+# --- answers that viewers share
+
+SHARED = tuple(f"{PREFIX}/{name}" for name in ("status", "steps", "health", "waiting", "episodes", "evaluations"))
+"""Reads that all viewers do after a tick. All tokens get the same answers."""
+
+
+class ReadRoute(GuardedRoute):
+    """A guarded route whose answers viewers share if they name an event with `at`."""
+
+    def handler(self) -> Handler:
+        handle = super().handler()
+
+        async def read(request: Request) -> Response:
+            if request.method == "GET" and "at" in request.query_params:
+                return await _shared(request, handle)
+            return await handle(request)
+
+        return read
+
+
+async def _shared(request: Request, handle: Handler) -> Response:
+    """Returns the answer to a read `at` an event: see `SharedAnswers`. The handler does not get the parameter."""
+    at = request.query_params["at"]
+    if not at.isdecimal() or len(at) > 18 or not route_path(request.scope).startswith(SHARED):
+        raise Unprocessable(
+            f"at = {at[:30]!r}: give the number of an event, and only to {', '.join(SHARED)}.",
+            code="invalid_value",
+            param="at",
+        )
+    query = urlencode([(name, value) for name, value in request.query_params.multi_items() if name != "at"])
+    alone = Request({**request.scope, "query_string": query.encode()}, request.receive)
+    shared = read_scope(request).shared
+    if shared is None:
+        return await handle(alone)
+    known = await shared.get(f"{route_path(request.scope)}?{query}", int(at), lambda: handle(alone))
+    return Response(known.body, known.status_code, media_type=known.media_type)
+
+
+def new_router(tag: str, **options: Any) -> APIRouter:
+    """Returns a router for guarded routes below `/swarm/v1`."""
+    return APIRouter(prefix=PREFIX, tags=[tag], route_class=ReadRoute, responses=PROBLEMS, **options)

@@ -29,9 +29,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from agentjet.gateway import Gateway
-from agentjet.gateway.observability import LogContextFilter
+from agentjet.front.tracing import LogContextFilter
 from agentjet.protocol import GpuView, MachineView
+from agentjet.server.gateway import Gateway
 from agentjet.types import DEFAULT_RUN, EngineState
 
 log = logging.getLogger(__name__)

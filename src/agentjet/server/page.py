@@ -22,8 +22,8 @@ from starlette.responses import Response
 
 import agentjet
 from agentjet.errors import NotFound
+from agentjet.front.requests import PROBLEM
 from agentjet.protocol import EpisodeFilters, EpisodeQuery
-from agentjet.server.requests import PROBLEM
 
 FOLDER = Path(agentjet.__file__).parent / "page"
 MEDIA_TYPES = {

@@ -17,11 +17,12 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 import agentjet.protocol as bodies
 from agentjet.errors import Forbidden
-from agentjet.gateway.concurrency import offload
-from agentjet.gateway.records import view
+from agentjet.front.concurrency import offload
+from agentjet.front.dialects.chat import to_demonstration
+from agentjet.front.keys import CODE_SECONDS, LEVELS, SESSION_PREFIX, Bearer
+from agentjet.front.requests import BEARER, PROBLEM, bearer_of, until_disconnect
 from agentjet.server.access import (
     ADMIN,
-    BEARER,
     CLIENT,
     EPISODE,
     EPISODE_READER,
@@ -33,12 +34,11 @@ from agentjet.server.access import (
     Deps,
     IdempotencyKey,
     Reading,
-    bearer_of,
+    ReadRoute,
+    new_router,
 )
-from agentjet.server.auth import CODE_SECONDS, LEVELS, SESSION_PREFIX, Bearer
-from agentjet.server.dialects.chat import to_demonstration
 from agentjet.server.monitoring import exposition
-from agentjet.server.requests import PROBLEM, GuardedRoute, new_router, until_disconnect
+from agentjet.server.records import view
 from agentjet.types import EngineState
 
 STOP_PATIENCE = 20.0
@@ -50,7 +50,7 @@ EVENT_STREAM: dict[int | str, dict[str, Any]] = {
 router = new_router("control", dependencies=[Depends(BEARER)])
 records = new_router("records", dependencies=[Depends(BEARER)])
 sessions = new_router("page")
-operations = APIRouter(tags=["operations"], route_class=GuardedRoute)
+operations = APIRouter(tags=["operations"], route_class=ReadRoute)
 
 # --- control
 
@@ -67,7 +67,7 @@ async def begin_episode(
         episode_id=episode.id,
         base_url=f"{request.base_url}v1",
         api_key=deps.keys.sign(episode.id, episode.begun),
-        model=gateway.model_name,
+        model=gateway.hosted.model_name,
         policies=gateway.policies,
         policy_version=episode.policy_version,
         lease_seconds=job.lease_seconds,

@@ -1,7 +1,8 @@
-"""From a request to its route, and from an error to its response.
+"""From a request to its run and its route, and from an error to its response.
 
 1. `RunMiddleware` checks `Host` and finds the run of a path below `/runs/NAME`.
-2. `GuardedRoute` checks the guards, then reads, parses and validates the body once, within the limits.
+2. `GuardedRoute` checks the guards of a route, which decide from headers and path alone. Then it reads, parses and
+   validates the body once, within the limits.
 3. `respond_to_error` returns errors: RFC 9457 problem+json on control routes, the error shape of the dialect on
    inference routes. An unexpected exception becomes a 500 here. uvicorn logs it once, with its traceback.
 """
@@ -13,14 +14,16 @@ import json
 import math
 import re
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 from http import HTTPStatus
 from reprlib import repr as short_repr
-from typing import Any, TypeVar
-from urllib.parse import urlencode
+from typing import Annotated, Any, TypeVar
 
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import Depends, FastAPI, Header, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from fastapi.security.utils import get_authorization_scheme_param
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -39,28 +42,87 @@ from agentjet.errors import (
     ServerFailed,
     StorageFailed,
     TooLarge,
+    Unauthorized,
     Unprocessable,
     nearest_name,
 )
-from agentjet.gateway import observability
-from agentjet.gateway.concurrency import LARGE, Turns, offload
-from agentjet.protocol import PREFIX, Problem, refusal_of, status_of
-from agentjet.server.access import (
-    CHECKED,
-    INFERENCE_PATH,
-    RUN,
-    RUN_PATH,
-    Guard,
-    RunScope,
-    route_path,
-    scope_of,
-    served_run,
-)
-from agentjet.server.dialects import DIALECTS, error_shape
-from agentjet.server.http import Limits
+from agentjet.front import tracing
+from agentjet.front.calls import Calls
+from agentjet.front.concurrency import LARGE, Turns, offload
+from agentjet.front.dialects import DIALECTS, error_shape
+from agentjet.front.http import Limits
+from agentjet.front.keys import Keys
+from agentjet.protocol import Problem, refusal_of, status_of
 from agentjet.types import RUN_NAME
 
 Result = TypeVar("Result")
+Handler = Callable[[Request], Coroutine[Any, Any, Response]]
+
+RUN = "agentjet.run"
+"""Key in the scope of a request below `/runs/NAME`: the run, as `RunScope`."""
+CHECKED = "agentjet.checked"
+"""Key in the scope of a request whose guards were checked before its body was read."""
+RUN_PATH = re.compile(r"/runs/([^/]*)")
+KEY_PATH = re.compile(r"/k/([^/]+)")
+INFERENCE_PATH = re.compile(r"^(/k/[^/]+)?(/v1/.*)", re.DOTALL)
+
+# --- the run of a request
+
+
+@dataclass(frozen=True, slots=True)
+class RunScope:
+    """The parts of a run that guards and calls use."""
+
+    name: str
+    keys: Keys
+    limits: Limits
+    calls: Calls | None = None
+    """None for a run of `agentjet look`, which answers no calls."""
+    refuse_foreign: Callable[[str], None] = lambda token: None
+    """Raises `Forbidden` if another run has this token or key."""
+
+    def max_age(self) -> float:
+        """Returns the seconds that an episode key is valid from the start of its episode. A changed job applies to keys
+        issued before.
+        """
+        return 0.0 if self.calls is None else self.calls.episodes.job.max_episode_seconds
+
+
+def scope_of(request: HTTPConnection) -> RunScope:
+    """Returns the run of a request: the default run if its path names none."""
+    run: RunScope = request.scope.get(RUN) or request.app.state.default
+    return run
+
+
+def calls_of(request: HTTPConnection) -> Calls:
+    """Returns the calls of the run of a request."""
+    calls = scope_of(request).calls
+    assert calls is not None
+    return calls
+
+
+def route_path(scope: Scope) -> str:
+    """Returns the decoded path of a request without `/runs/NAME`."""
+    found = RUN_PATH.match(scope["path"])
+    return str(scope["path"][found.end() if found else 0 :])
+
+
+def bearer_of(request: HTTPConnection) -> str:
+    """Returns the bearer token of a request, or ""."""
+    scheme, token = get_authorization_scheme_param(request.headers.get("Authorization"))
+    return token if scheme.lower() == "bearer" else ""
+
+
+def key_of(request: HTTPConnection) -> str:
+    """Returns the episode key of a request, or "".
+
+    OpenAI's SDKs send it as a bearer token, Anthropic's in the header `x-api-key`. Agents that can only set a URL have
+    it in the path.
+    """
+    if in_path := KEY_PATH.match(route_path(request.scope)):
+        return in_path[1]
+    return bearer_of(request) or request.headers.get("x-api-key", "")
+
 
 # --- host and run
 
@@ -131,7 +193,7 @@ class RunMiddleware:
         # Agents check their base URL with HEAD and without a key. No answer to it depends on the run.
         if scope["method"] != "HEAD":
             scope[RUN] = self._enter_run(name, HTTPConnection(scope))
-            observability.run.set(name)
+            tracing.run.set(name)
         return scope
 
 
@@ -144,19 +206,57 @@ def _host(given: str) -> str:
 # --- guards and bodies
 
 
+@dataclass(frozen=True)
+class Guard:
+    """One access rule. Raises `Unauthorized`, `Forbidden`, or `NotFound` for a route the run does not have."""
+
+    rule: Callable[[RunScope, Request], object]
+
+    def check(self, request: Request) -> None:
+        run = scope_of(request)
+        try:
+            self.rule(run, request)
+        except Unauthorized:
+            if not run.keys.knows(key_of(request)):
+                run.refuse_foreign(key_of(request))
+            raise
+
+    async def __call__(self, request: Request) -> None:
+        """Checks the guard on a route that is not a `GuardedRoute`, after its body was read."""
+        if CHECKED not in request.scope:
+            self.check(request)
+
+
+def _check_episode_key(run: RunScope, request: Request) -> None:
+    request.state.episode_id = run.keys.episode(key_of(request), run.max_age())
+
+
+EPISODE_KEY = [Depends(Guard(_check_episode_key))]
+"""Allows the key of an episode, and stores the episode's id in the state of the request."""
+BEARER = HTTPBearer(auto_error=False)
+"""Declares the bearer token in `/openapi.json`. `bearer_of` reads it."""
+
+
+async def key_in_headers(
+    token: Annotated[HTTPAuthorizationCredentials | None, Depends(BEARER)],
+    api_key: Annotated[str, Header(alias="x-api-key")] = "",
+) -> None:
+    """Declares the headers of an episode key in `/openapi.json`. `key_of` reads them."""
+
+
+async def key_in_path(key: str) -> None:
+    """Declares an episode key in the path in `/openapi.json`."""
+
+
 class ClientGone(Exception):
     """The client closed the connection before it was answered."""
-
-
-SHARED = tuple(f"{PREFIX}/{name}" for name in ("status", "steps", "health", "waiting", "episodes", "evaluations"))
-"""Reads that all viewers do after a tick. All tokens get the same answers."""
 
 
 class GuardedRoute(APIRoute):
     """A route that checks its guards first, then reads, parses and validates the body within the limits."""
 
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handle = super().get_route_handler()
+    def get_route_handler(self) -> Handler:
+        handle = self.handler()
         guards = [each.dependency for each in self.dependencies if isinstance(each.dependency, Guard)]
         annotation: Any = self.body_field and self.body_field.field_info.annotation
         model: TypeAdapter[Any] | None = TypeAdapter(annotation) if self.body_field else None
@@ -165,8 +265,6 @@ class GuardedRoute(APIRoute):
             for guard in guards:
                 guard.check(request)
             request.scope[CHECKED] = True
-            if request.method == "GET" and "at" in request.query_params:
-                return await _shared(request, handle)
             if model is not None:
                 limits = scope_of(request).limits
                 # Starlette keeps a body that was read in these two fields, and FastAPI takes it from there. A model in
@@ -177,6 +275,10 @@ class GuardedRoute(APIRoute):
             return await handle(request)
 
         return guarded
+
+    def handler(self) -> Handler:
+        """Returns the handler of a request that passed the guards."""
+        return super().get_route_handler()
 
 
 async def until_disconnect(request: Request, work: Awaitable[Result]) -> Result:
@@ -201,24 +303,6 @@ async def until_disconnect(request: Request, work: Awaitable[Result]) -> Result:
 async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-async def _shared(request: Request, handle: Callable[[Request], Coroutine[Any, Any, Response]]) -> Response:
-    """Returns the answer to a read `at` an event: see `SharedAnswers`. The handler does not get the parameter."""
-    at = request.query_params["at"]
-    if not at.isdecimal() or len(at) > 18 or not route_path(request.scope).startswith(SHARED):
-        raise Unprocessable(
-            f"at = {at[:30]!r}: give the number of an event, and only to {', '.join(SHARED)}.",
-            code="invalid_value",
-            param="at",
-        )
-    query = urlencode([(name, value) for name, value in request.query_params.multi_items() if name != "at"])
-    alone = Request({**request.scope, "query_string": query.encode()}, request.receive)
-    shared = scope_of(request).shared
-    if shared is None:
-        return await handle(alone)
-    known = await shared.get(f"{route_path(request.scope)}?{query}", int(at), lambda: handle(alone))
-    return Response(known.body, known.status_code, media_type=known.media_type)
 
 
 async def _body(request: Request, limits: Limits) -> bytes:
@@ -388,7 +472,7 @@ async def count_refusal(request: Request, error: RequestError) -> None:
     is_call = inference is not None and any(inference[2] == dialect.path for dialect in DIALECTS)
     episode_id = getattr(request.state, "episode_id", None)  # stored by the guard of the route
     if is_call and request.method == "POST" and status_of(error) in COUNTED and episode_id is not None:
-        await served_run(request).gateway.calls.refused(episode_id, error)
+        await calls_of(request).refused(episode_id, error)
 
 
 def describe_validation(
@@ -434,11 +518,6 @@ def _known_names(request: Request) -> tuple[str, ...]:
     field = getattr(request.scope.get("route"), "body_field", None)
     model = getattr(getattr(field, "field_info", None), "annotation", None)
     return tuple(model.model_fields) if isinstance(model, type) and issubclass(model, BaseModel) else ()
-
-
-def new_router(tag: str, **options: Any) -> APIRouter:
-    """Returns a router for guarded routes below `/swarm/v1`."""
-    return APIRouter(prefix=PREFIX, tags=[tag], route_class=GuardedRoute, responses=PROBLEMS, **options)
 
 
 def new_app(default: RunScope, **options: Any) -> FastAPI:

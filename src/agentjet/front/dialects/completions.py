@@ -1,7 +1,7 @@
 """The text completions of OpenAI's API, and the parts that chat completions share with them.
 
 A raw prompt is continued as it stands, without the chat template. A prompt that begins with an earlier prompt and its
-answer continues that timeline: see `gateway.prompts`.
+answer continues that timeline: see `front.prompts`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,8 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field, Strict
 
 from agentjet.errors import InvalidRequest
-from agentjet.gateway.calls import MAX_CHOICES, CallChunk, CallRequest, ScoredToken
-from agentjet.gateway.prompts import TokenLogprob
-from agentjet.protocol import Int64
-from agentjet.server.dialects.dialect import (
+from agentjet.front.calls import MAX_CHOICES, CallChunk, CallRequest, ScoredToken
+from agentjet.front.dialects.dialect import (
     NO_OBFUSCATION,
     OPENAI_ERRORS,
     AnswerHead,
@@ -38,6 +36,8 @@ from agentjet.server.dialects.dialect import (
     refused,
     sse,
 )
+from agentjet.front.prompts import TokenLogprob
+from agentjet.protocol import Int64
 from agentjet.types import Conversation
 
 # --- shared with chat completions

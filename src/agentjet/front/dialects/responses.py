@@ -16,8 +16,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from agentjet.errors import InvalidRequest, NotFound, RequestError
-from agentjet.gateway.calls import CallChunk, CallRequest
-from agentjet.server.dialects.dialect import (
+from agentjet.front.calls import CallChunk, CallRequest
+from agentjet.front.dialects.dialect import (
     NO_PLACE,
     OPENAI_KEYS,
     REASONING_MEANING,

@@ -1,5 +1,5 @@
-"""`RunPolicies`: the policies of one run on the backend, with the renderers of their models. `PolicyVersions`: their
-scores, checkpoints and exports.
+"""`RunPolicies`: the policies of one run on the backend, with the renderers of their models. `EnginePhase`: when they
+sample and when they learn. `PolicyVersions`: their scores, checkpoints and exports.
 
 A policy may begin from a checkpoint of another run: `model.name = "RUN@VERSION"`. At its first start, the policy of the
 checkpoint is written into the folder `start/` of the new run as a whole model, with its adapter merged. From then on
@@ -11,13 +11,14 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+import time
+from collections import defaultdict, deque
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from agentjet.compute.protocol import Compute, check_capabilities
 from agentjet.config import JobConfig, LoraConfig, ModelConfig, ServeConfig
@@ -29,13 +30,12 @@ from agentjet.errors import (
     InvalidRequest,
     Later,
     NotFound,
+    Unavailable,
     Unprocessable,
     WorkerDied,
     did_you_mean,
 )
-from agentjet.gateway.checkpoints import CheckpointStore, combined_stamp, flush, policy_folders, remove_old_exports
-from agentjet.gateway.concurrency import EnginePhase, GroupCommit, all_of
-from agentjet.gateway.observability import Activity, divergence, emit_event, work_text
+from agentjet.front.concurrency import Broadcast, Gate, GroupCommit
 from agentjet.protocol import (
     CheckpointInfo,
     ClusterView,
@@ -47,22 +47,25 @@ from agentjet.protocol import (
 )
 from agentjet.recipes import hooks
 from agentjet.rendering import Renderer
-from agentjet.swarm import Journal
+from agentjet.server.checkpoints import CheckpointStore, combined_stamp, flush, policy_folders, remove_old_exports
+from agentjet.server.observability import Activity, divergence, emit_event, work_text
+from agentjet.swarm import Journal, SwarmState
 from agentjet.swarm.origin import of_policy, policies_of
 from agentjet.types import (
     JOURNAL,
     SOLE_POLICY,
     CheckpointName,
     CheckpointStamp,
+    EngineState,
     ModelInfo,
     PolicyId,
     ProcessStatus,
     SamplerBounds,
     metrics_prefix,
-    policy_of,
 )
 
 log = logging.getLogger(__name__)
+Result = TypeVar("Result")
 
 FIRST_WEIGHTS = "start"
 """Folder of a run with the models of version 0 that come from checkpoints."""
@@ -86,9 +89,9 @@ class RunPolicies:
         self.names = tuple(self.config.policies)
         """The policies that the settings name. Empty for a run with one policy without a name."""
         self.ids = tuple(PolicyId(self.run, policy) for policy in self.config.policy_names)
-
-    def id_of(self, role: str) -> PolicyId:
-        return PolicyId(self.run, policy_of(role, self.names))
+        name = "" if self.names else self.config.model.name
+        self.model_name = Path(name).name if name and Path(name).is_dir() else name
+        """The model name for requests. For a local model, the name of its folder. Empty with named policies."""
 
     def chosen(self, policy: str) -> str:
         """Returns the policy that a request names. "" is the only policy of the run. Raises `Unprocessable`."""
@@ -298,6 +301,109 @@ def _token_ids(folder: Path) -> Any:
         ) from error
 
 
+# ---- the phase of the engine -----------------------------------------------------------------------------------------
+
+
+class EnginePhase:
+    """The state of a run's engine, the gate before its samplers, and the tasks that wait for the end of a batch.
+
+    offline ─► loading ─► sampling ◄─► learning
+                  ▲  └──────┬──────────┘ (a worker crashed: loading again)
+                  │         ├─► draining ─► offline
+                  └ failed ◄┘
+    """
+
+    def __init__(self, swarm: SwarmState, changed: Broadcast) -> None:
+        self.state: EngineState = "offline"
+        self.reason = ""
+        """Cause of the state after a failure, or ''."""
+        self.gate = Gate()
+        self.changed = changed
+        self._swarm = swarm
+        self._entered = time.monotonic()
+        self._tasks: deque[tuple[Callable[[], Awaitable[Any]], asyncio.Future[Any]]] = deque()
+        self.gate.shut(self.refusal)
+
+    def enter(self, state: EngineState, reason: str = "") -> None:
+        """Changes the state, and records an event about it."""
+        if state == self.state and not reason:
+            return
+        self.state, self.reason, self._entered = state, reason, time.monotonic()
+        body = {"state": state, "reason": reason, "policy_version": self._swarm.policy_version}
+        emit_event(self._swarm, "state", body)
+        self.changed.notify()
+
+    @property
+    def is_up(self) -> bool:
+        return self.state in ("sampling", "learning")
+
+    def seconds_in_state(self) -> float:
+        return time.monotonic() - self._entered
+
+    def refusal(self) -> Later:
+        """Returns the refusal of a request that needs a running engine."""
+        if self.state == "failed":
+            return Unavailable(f"The engine failed: {self.reason}", code="engine_failed", retry_after=30.0)
+        return Unavailable("The engine is stopped.", code="engine_stopped", retry_after=10.0)
+
+    async def between_batches(self, task: Callable[[], Awaitable[Result]]) -> Result:
+        """Returns the result of a task that needs the worker to neither sample nor learn: a checkpoint, an export.
+
+        Raises `Conflict` unless the policies are up, `Later` if the engine is stopped before the task begins.
+        """
+        if not self.is_up:
+            raise Conflict(
+                f"The engine is {self.state}: checkpoints and exports need one that is sampling or learning.",
+                code="illegal_in_state",
+            )
+        done: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+        self._tasks.append((task, done))
+        self.changed.notify()
+        return await done
+
+    @property
+    def has_tasks(self) -> bool:
+        return bool(self._tasks)
+
+    async def run_tasks(self) -> None:
+        """Runs the tasks that wait. Raises `WorkerDied`; the submitter gets any other error."""
+        while self._tasks:
+            task, done = self._tasks[0]  # It stays first if it is cancelled: another worker of the run died.
+            result, failure = None, None
+            try:
+                result = await task()
+            except WorkerDied:
+                raise
+            except Exception as error:  # The boundary: the submitter gets it.
+                failure = error
+            self._tasks.popleft()
+            if done.done():  # The submitter was cancelled during the task.
+                continue
+            if failure is not None:
+                done.set_exception(failure)
+            else:
+                done.set_result(result)
+
+    def close(self) -> None:
+        """Refuses new and held calls, and the tasks that wait, with `refusal`."""
+        self.gate.shut(self.refusal)
+        while self._tasks:
+            done = self._tasks.popleft()[1]
+            if not done.done():
+                done.set_exception(self.refusal())
+
+
+async def all_of(works: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
+    """Returns the results of works that run at the same time. The first failure ends the others."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
 # ---- versions --------------------------------------------------------------------------------------------------------
 
 BEST = "best"
@@ -464,7 +570,7 @@ class PolicyVersions:
                 if not path.exists():
                     folder.mkdir(parents=True, exist_ok=True)
                     with self.activity.work("export", f"exporting version {version}"):
-                        await self.policies.compute.export(self.policies.id_of(chosen), path, adapter=adapter)
+                        await self.policies.compute.export(PolicyId(self.policies.run, chosen), path, adapter=adapter)
                     await asyncio.to_thread(remove_old_exports, folder, config.server.keep_exports)
                 return CheckpointInfo(policy_version=version, path=str(path.resolve()), created=path.stat().st_mtime)
             except OSError as error:

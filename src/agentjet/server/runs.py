@@ -25,10 +25,11 @@ from weakref import WeakValueDictionary
 from agentjet.compute import Compute
 from agentjet.config import JobConfig, PolicyConfig, ServeConfig, check_models, first_mistake, parse_config
 from agentjet.errors import ConfigError, Conflict, Later, NotFound, Unavailable, Unprocessable
-from agentjet.gateway.checkpoints import flush, write_json
-from agentjet.gateway.gateway import Gateway
-from agentjet.gateway.observability import LoopLag, Tracing
+from agentjet.front.tracing import Tracing
 from agentjet.protocol import JobBody, RunSettings, RunView, check_run_name
+from agentjet.server.checkpoints import flush, write_json
+from agentjet.server.gateway import Gateway
+from agentjet.server.observability import LoopLag
 from agentjet.swarm import Journal
 from agentjet.types import DEFAULT_RUN, JOURNAL, RUN_NAME, EngineState
 

@@ -1,5 +1,4 @@
-"""Waiting and limits in one event loop: notifications, turns, the gate before the sampler, the phases of the engine,
-group commit.
+"""Waiting and limits in one event loop: notifications, turns, the gate before the sampler, group commit, threads.
 
 Everything here belongs to one event loop and needs no locks. A cancelled waiter leaves nothing behind.
 """
@@ -10,15 +9,13 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Hashable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
-from agentjet.errors import Conflict, Later, Unavailable, WorkerDied
-from agentjet.gateway.observability import emit_event
+from agentjet.errors import Later, Unavailable
 from agentjet.swarm import SwarmState
-from agentjet.types import EngineState
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -85,35 +82,6 @@ class Turns:
                 turn.set_result(None)
         if self._waiting:
             asyncio.get_running_loop().call_soon(self._round)
-
-
-class AdmissionWaiters:
-    """Clients that wait for a place in the batch, by key.
-
-    Each wake costs an admission check per waiter, so only the waiters that may be admitted are woken.
-    """
-
-    def __init__(self) -> None:
-        self._waiting: dict[Hashable, set[asyncio.Future[None]]] = {}
-
-    async def wait(self, key: Hashable, timeout: float) -> None:
-        """Returns after the next `wake` of this key or of all keys, or after `timeout` seconds."""
-        woken = asyncio.get_running_loop().create_future()
-        waiting = self._waiting.setdefault(key, set())
-        waiting.add(woken)
-        try:
-            await asyncio.wait([woken], timeout=timeout)
-        finally:
-            waiting.discard(woken)
-            if not waiting:
-                self._waiting.pop(key, None)
-
-    def wake(self, *keys: Hashable) -> None:
-        """Wakes the waiters of these keys, or all waiters if `keys` is empty."""
-        for key in keys or list(self._waiting):
-            for woken in self._waiting.get(key, ()):
-                if not woken.done():
-                    woken.set_result(None)
 
 
 class Gate:
@@ -183,95 +151,6 @@ class Gate:
             self.inside -= 1
             if self.inside == 0:
                 self._changed.notify()
-
-
-class EnginePhase:
-    """The state of a run's engine, the gate before its samplers, and the tasks that wait for the end of a batch.
-
-    offline ─► loading ─► sampling ◄─► learning
-                  ▲  └──────┬──────────┘ (a worker crashed: loading again)
-                  │         ├─► draining ─► offline
-                  └ failed ◄┘
-    """
-
-    def __init__(self, swarm: SwarmState, changed: Broadcast) -> None:
-        self.state: EngineState = "offline"
-        self.reason = ""
-        """Cause of the state after a failure, or ''."""
-        self.gate = Gate()
-        self.changed = changed
-        self._swarm = swarm
-        self._entered = time.monotonic()
-        self._tasks: deque[tuple[Callable[[], Awaitable[Any]], asyncio.Future[Any]]] = deque()
-        self.gate.shut(self.refusal)
-
-    def enter(self, state: EngineState, reason: str = "") -> None:
-        """Changes the state, and records an event about it."""
-        if state == self.state and not reason:
-            return
-        self.state, self.reason, self._entered = state, reason, time.monotonic()
-        body = {"state": state, "reason": reason, "policy_version": self._swarm.policy_version}
-        emit_event(self._swarm, "state", body)
-        self.changed.notify()
-
-    @property
-    def is_up(self) -> bool:
-        return self.state in ("sampling", "learning")
-
-    def seconds_in_state(self) -> float:
-        return time.monotonic() - self._entered
-
-    def refusal(self) -> Later:
-        """Returns the refusal of a request that needs a running engine."""
-        if self.state == "failed":
-            return Unavailable(f"The engine failed: {self.reason}", code="engine_failed", retry_after=30.0)
-        return Unavailable("The engine is stopped.", code="engine_stopped", retry_after=10.0)
-
-    async def between_batches(self, task: Callable[[], Awaitable[Result]]) -> Result:
-        """Returns the result of a task that needs the worker to neither sample nor learn: a checkpoint, an export.
-
-        Raises `Conflict` unless the policies are up, `Later` if the engine is stopped before the task begins.
-        """
-        if not self.is_up:
-            raise Conflict(
-                f"The engine is {self.state}: checkpoints and exports need one that is sampling or learning.",
-                code="illegal_in_state",
-            )
-        done: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
-        self._tasks.append((task, done))
-        self.changed.notify()
-        return await done
-
-    @property
-    def has_tasks(self) -> bool:
-        return bool(self._tasks)
-
-    async def run_tasks(self) -> None:
-        """Runs the tasks that wait. Raises `WorkerDied`; the submitter gets any other error."""
-        while self._tasks:
-            task, done = self._tasks[0]  # It stays first if it is cancelled: another worker of the run died.
-            result, failure = None, None
-            try:
-                result = await task()
-            except WorkerDied:
-                raise
-            except Exception as error:  # The boundary: the submitter gets it.
-                failure = error
-            self._tasks.popleft()
-            if done.done():  # The submitter was cancelled during the task.
-                continue
-            if failure is not None:
-                done.set_exception(failure)
-            else:
-                done.set_result(result)
-
-    def close(self) -> None:
-        """Refuses new and held calls, and the tasks that wait, with `refusal`."""
-        self.gate.shut(self.refusal)
-        while self._tasks:
-            done = self._tasks.popleft()[1]
-            if not done.done():
-                done.set_exception(self.refusal())
 
 
 class GroupCommit:
@@ -394,17 +273,6 @@ class GroupCommit:
 def _refuse(waiting: asyncio.Future[None], error: BaseException) -> None:
     waiting.set_exception(error)
     waiting.exception()  # Marks it as retrieved: there may be no waiter.
-
-
-async def all_of(works: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """Returns the results of works that run at the same time. The first failure ends the others."""
-    tasks = [asyncio.create_task(work) for work in works]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def offload(

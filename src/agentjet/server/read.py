@@ -24,22 +24,7 @@ from typing import Any, Protocol, Self, TypeVar
 
 from agentjet import __version__
 from agentjet.errors import ConfigError, Later, ServerFailed, Unavailable
-from agentjet.gateway import records
-from agentjet.gateway.checkpoints import CheckpointStore
-from agentjet.gateway.concurrency import GroupCommit
-from agentjet.gateway.health import (
-    REASONS,
-    CodeCounts,
-    RunFacts,
-    ServerFacts,
-    SilentEpisode,
-    cutting_limit,
-    health,
-    is_solved,
-    reward,
-)
-from agentjet.gateway.records import Unfinished
-from agentjet.gateway.run_policies import RunPolicies
+from agentjet.front.concurrency import GroupCommit
 from agentjet.protocol import (
     REPORTED_BATCHES,
     CellView,
@@ -63,6 +48,21 @@ from agentjet.protocol import (
     report_lines,
 )
 from agentjet.recipes.hooks import PlugInThreads
+from agentjet.server import records
+from agentjet.server.checkpoints import CheckpointStore
+from agentjet.server.health import (
+    REASONS,
+    CodeCounts,
+    RunFacts,
+    ServerFacts,
+    SilentEpisode,
+    cutting_limit,
+    health,
+    is_solved,
+    reward,
+)
+from agentjet.server.records import Unfinished
+from agentjet.server.run_policies import RunPolicies
 from agentjet.swarm import EpisodeRecord, Journal
 from agentjet.swarm.episodes import FIRST_STEPS, Queries, Refill, Silence
 from agentjet.swarm.facts import AdvantageHook, Members

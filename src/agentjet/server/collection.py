@@ -12,8 +12,6 @@ from itertools import chain
 from typing import Any, Protocol
 
 from agentjet.errors import AgentJetError, ConfigError, NotFound, RequestError, ServerFailed, UpstreamFailed
-from agentjet.gateway.learning import code_versions
-from agentjet.gateway.read import RunReader
 from agentjet.protocol import (
     ComparedRunView,
     ComparisonView,
@@ -24,6 +22,8 @@ from agentjet.protocol import (
     StatusResponse,
     StepList,
 )
+from agentjet.server.learning import code_versions
+from agentjet.server.read import RunReader
 
 FINAL_STEPS = 5
 """The first and the final reward are means of this many batches: the reward of a single batch is mostly noise."""

@@ -14,11 +14,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, ValidationError
 
 from agentjet.errors import InvalidRequest
-from agentjet.gateway.calls import CallChunk, CallRequest
-from agentjet.gateway.prompts import Demonstration
-from agentjet.protocol import DemonstrationBody
-from agentjet.server.dialects.completions import COMPLETIONS_KEYS, ChoicesEncoder, SamplingBody, sampling_request
-from agentjet.server.dialects.dialect import (
+from agentjet.front.calls import CallChunk, CallRequest
+from agentjet.front.dialects.completions import COMPLETIONS_KEYS, ChoicesEncoder, SamplingBody, sampling_request
+from agentjet.front.dialects.dialect import (
     CACHE_MEANING,
     OPENAI_ERRORS,
     OPENAI_KEYS,
@@ -45,6 +43,8 @@ from agentjet.server.dialects.dialect import (
     schema_of,
     text_of,
 )
+from agentjet.front.prompts import Demonstration
+from agentjet.protocol import DemonstrationBody
 from agentjet.types import Constraint, Conversation, Message, ToolCall
 
 # --- requests

@@ -29,7 +29,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import from_json, to_json
 
 from agentjet.errors import Forbidden, InvalidRequest, NotFound, RequestError, Unauthorized, nearest_name
-from agentjet.gateway.calls import CallChunk, CallRequest
+from agentjet.front.calls import CallChunk, CallRequest
 from agentjet.protocol import Int64, Temperature, status_of
 from agentjet.types import SOLE_POLICY, Call, Constraint, Conversation, Message, ToolCall, beginning
 

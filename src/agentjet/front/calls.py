@@ -1,6 +1,6 @@
 """`Calls`: the model calls of a run. `ActiveCall` is one call, from its request to its delivered answer.
 
-A request becomes prompts, enters the gate, is sampled, journalled and answered in chunks. `server/dialects` translates
+A request becomes prompts, enters the gate, is sampled, journalled and answered in chunks. `dialects` translates
 requests and chunks from and to HTTP.
 
 * A call is on disk before its last chunk is yielded. If the client leaves earlier, sampling stops.
@@ -29,8 +29,8 @@ from fnmatch import fnmatchcase
 from itertools import takewhile
 from typing import Any, Protocol
 
-from agentjet.compute.protocol import Compute
-from agentjet.config import JobConfig, SideCallRule
+from agentjet.compute.protocol import Sampler
+from agentjet.config import JobConfig, ServeConfig, SideCallRule
 from agentjet.errors import (
     ComputeError,
     ConfigError,
@@ -47,11 +47,10 @@ from agentjet.errors import (
     Unavailable,
     WorkerDied,
 )
-from agentjet.gateway import observability
-from agentjet.gateway.concurrency import Gate, GroupCommit, offload
-from agentjet.gateway.observability import Tracing
-from agentjet.gateway.prompts import CompletionParser, Prompt, TokenLogprob, num_characters, prepare_prompt
-from agentjet.gateway.run_policies import RunPolicies
+from agentjet.front import tracing
+from agentjet.front.concurrency import Gate, GroupCommit, offload
+from agentjet.front.prompts import CompletionParser, Prompt, TokenLogprob, num_characters, prepare_prompt
+from agentjet.front.tracing import Tracing
 from agentjet.rendering import Renderer
 from agentjet.rendering.grammar_trial import GrammarTrials
 from agentjet.swarm import EpisodeRecord
@@ -59,7 +58,7 @@ from agentjet.swarm.journal import encode_call
 from agentjet.timeline import ConversationTree
 from agentjet.timeline.identity import context_hash
 from agentjet.timeline.support import pack_sets
-from agentjet.types import ANY_ANSWER, Call, Constraint, Conversation, Message, SamplingParams
+from agentjet.types import ANY_ANSWER, Call, Constraint, Conversation, Message, PolicyId, SamplingParams, policy_of
 
 RESAMPLE_SECONDS = 0.05
 """Wait before a call whose worker crashed enters the gate again. The gate is held by then."""
@@ -155,6 +154,38 @@ class CallChunk:
 # ---- the calls of a run ----------------------------------------------------------------------------------------------
 
 
+class Policies(Protocol):
+    """The line to the server: what calls need of the run's policies on the backend."""
+
+    @property
+    def run(self) -> str: ...
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The policies that the settings name, or none."""
+
+    @property
+    def model_name(self) -> str:
+        """The model name for requests. Empty with named policies."""
+
+    @property
+    def config(self) -> ServeConfig: ...
+
+    @property
+    def compute(self) -> Sampler: ...
+
+    @property
+    def renderers(self) -> Mapping[str, Renderer]:
+        """Renderers of the models by policy. Empty until all policies were up once."""
+
+    @property
+    def num_starts(self) -> int:
+        """Number of the present worker."""
+
+    def is_of_another_run(self, error: Exception) -> bool:
+        """True if a worker crashed during an operation of another run."""
+
+
 class Episodes(Protocol):
     """The line to the server: what calls need of live episodes. Methods raise `Conflict` for one that has ended."""
 
@@ -189,13 +220,14 @@ class EpisodeCalls:
 class Calls:
     """Answers the calls of a run's live episodes."""
 
-    policies: RunPolicies
+    policies: Policies
     commits: GroupCommit
     gate: Gate
     tracing: Tracing
     clock: Callable[[], float] = time.time
 
     def __post_init__(self) -> None:
+        self.began = self.clock()
         self.swarm = self.commits.swarm
         self.episodes: Episodes = self.swarm
         self.grammars = GrammarTrials()
@@ -237,8 +269,8 @@ class Calls:
         Closing the iterator earlier stops sampling, and recorded calls of the answer are not trained. Errors of the
         request are raised before the first chunk. Later errors are `Later`, or `Conflict` if the episode ended.
         """
-        observability.run.set(self.policies.run)
-        observability.episode_id.set(episode_id)
+        tracing.run.set(self.policies.run)
+        tracing.episode_id.set(episode_id)
         role, request = self._apply_rules(role, request)
         with self._track(self.episodes.heartbeat(episode_id), role, request) as call:
             with self.episodes.calling(episode_id):
@@ -296,7 +328,7 @@ class Calls:
         if not self.policies.renderers:
             async with self.gate.enter(self.policies.config.server.call_timeout):
                 pass
-        return self.policies.renderers[self.policies.id_of(role).policy]
+        return self.policies.renderers[policy_of(role, self.policies.names)]
 
     async def prompt(
         self, renderer: Renderer, episode_id: str, role: str, request: CallRequest, conversation: Conversation
@@ -392,7 +424,7 @@ class ActiveCall:
         self._swarm = calls.swarm
         self._episodes = calls.episodes
         self._ordinal = ordinal
-        self.policy = calls.policies.id_of(role)
+        self.policy = PolicyId(calls.policies.run, policy_of(role, calls.policies.names))
         self._deadline = asyncio.get_running_loop().time() + calls.policies.config.server.call_timeout
         """Time of the event loop until which it may be held."""
         self.arrived = calls.clock()
@@ -541,7 +573,7 @@ class ActiveChoice:
             call.renderer, request.conversations[which], stop=request.stop, id_prefix=f"call_{self._id[:12]}"
         )
 
-    async def sample(self, compute: Compute) -> AsyncGenerator[CallChunk]:
+    async def sample(self, compute: Sampler) -> AsyncGenerator[CallChunk]:
         """Samples into the parser. Yields chunks of stable text if the request streams."""
         call, prompt, parser = self._call, self._prompt.tokens, self._parser
         with _request_errors(call.request):
@@ -556,7 +588,7 @@ class ActiveChoice:
                             tokens = parser.new_tokens()
                             yield CallChunk(self._index, text, reasoning, tokens, num_prompt_tokens=len(prompt))
 
-    async def score(self, compute: Compute) -> tuple[ScoredToken, ...]:
+    async def score(self, compute: Sampler) -> tuple[ScoredToken, ...]:
         """Returns the scores of prompt and completion if the request asks for them."""
         num_likeliest, tokens = self._call.request.num_likeliest, (*self._prompt.tokens, *self._parser.tokens)
         if num_likeliest is None:

@@ -38,12 +38,11 @@ from agentjet.errors import (
     WorkerDied,
     WorkerHung,
 )
-from agentjet.gateway import observability
-from agentjet.gateway.checkpoints import combined_stamp
-from agentjet.gateway.concurrency import EnginePhase, GroupCommit, all_of
-from agentjet.gateway.observability import Telemetry, divergence, emit_event, metrics_not_finite
-from agentjet.gateway.run_policies import PolicyVersions, RunPolicies
+from agentjet.front import tracing
 from agentjet.protocol import CheckpointInfo
+from agentjet.server.checkpoints import combined_stamp
+from agentjet.server.observability import Telemetry, divergence, emit_event, metrics_not_finite
+from agentjet.server.run_policies import PolicyVersions, all_of
 from agentjet.swarm import Batch
 from agentjet.timeline.batch import TrainingBatch
 from agentjet.types import CheckpointStamp, Op, OperationKind, metrics_prefix
@@ -62,27 +61,21 @@ STOP_GRACE_SECONDS = 10.0
 class TrainingLoop:
     """Trains policies that are up. `Engine` brings them up."""
 
-    def __init__(
-        self,
-        policies: RunPolicies,
-        commits: GroupCommit,
-        phase: EnginePhase,
-        versions: PolicyVersions,
-        telemetry: Telemetry,
-    ) -> None:
+    def __init__(self, versions: PolicyVersions, telemetry: Telemetry) -> None:
+        """`versions` has the policies, their phase and the commits of the run."""
         self.stopping = False
         """If set, the loop ends after the present batch. Notify `changed` after setting it."""
         self.error: RecipeError | None = None
         """A failure of the recipe outside the worker, which ends the loop. Notify `changed` after setting it."""
         self.replay_difference = ""
         """A sentence about the first batch since the start whose repetition led to other weights, or ''."""
-        self._policies = policies
-        self._commits = commits
-        self._swarm = commits.swarm
-        self._phase = phase
+        self._policies = versions.policies
+        self._commits = versions.commits
+        self._swarm = versions.swarm
+        self._phase = versions.phase
         self._versions = versions
         self._telemetry = telemetry
-        self._next_operations = {policy.policy: Op.of(policy, 0) for policy in policies.ids}
+        self._next_operations = {policy.policy: Op.of(policy, 0) for policy in versions.policies.ids}
         """First operation of the next batch, by policy. A repetition of the present batch reuses its own."""
         self._learning: int | None = None
         """Id of the batch that the worker is learning."""
@@ -158,7 +151,7 @@ class TrainingLoop:
         self._learning = batch.id
         span = self._telemetry.tracing.span("step", batch_id=batch.id, policy_version=batch.id + 1, replay=replay)
         try:
-            with observability.batch_context(batch.id), span:
+            with tracing.batch_context(batch.id), span:
                 training = await asyncio.to_thread(self._swarm.batches.training_batches, batch)
                 self._telemetry.timer.start_learning()
                 metrics, following, fingerprints = await self._apply(batch, training)
@@ -257,25 +250,18 @@ class TrainingLoop:
 class Engine:
     """The supervisor of a run's policies. One task supervises; `start` and `stop` begin and end it."""
 
-    def __init__(
-        self,
-        policies: RunPolicies,
-        commits: GroupCommit,
-        phase: EnginePhase,
-        versions: PolicyVersions,
-        telemetry: Telemetry,
-    ) -> None:
+    def __init__(self, training: TrainingLoop, versions: PolicyVersions) -> None:
         self.num_hung = 0
         """Number of workers killed so far because they hung."""
         self.fatal: AgentJetError | None = None
         """The error after which no further worker was started."""
-        self.training = TrainingLoop(policies, commits, phase, versions, telemetry)
-        self._policies = policies
-        self._swarm = commits.swarm
-        self._phase = phase
+        self.training = training
+        self._policies = versions.policies
+        self._swarm = versions.swarm
+        self._phase = versions.phase
         self._versions = versions
         self._store = versions.store
-        self._activity = telemetry.activity
+        self._activity = versions.activity
         self._sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
         self._task: asyncio.Task[None] | None = None
         self._stop_task: asyncio.Task[None] | None = None
@@ -348,7 +334,7 @@ class Engine:
 
     async def _supervise(self) -> None:
         """Boundary: an error that `_keep_up` does not handle fails the engine."""
-        observability.run.set(self._policies.run)
+        tracing.run.set(self._policies.run)
         try:
             await self._keep_up()
         except Exception as error:

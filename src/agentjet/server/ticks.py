@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Generic, TypeVar
 
-from agentjet.gateway.concurrency import Broadcast, Turns
+from agentjet.front.concurrency import Broadcast, Turns
 from agentjet.protocol import Event, Tick
 
 Answer = TypeVar("Answer")

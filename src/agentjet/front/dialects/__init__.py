@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from agentjet.server.dialects.chat import CHAT
-from agentjet.server.dialects.completions import COMPLETIONS
-from agentjet.server.dialects.dialect import OPENAI_ERRORS, Dialect, ErrorShape
-from agentjet.server.dialects.messages import MESSAGES
-from agentjet.server.dialects.responses import RESPONSES
+from agentjet.front.dialects.chat import CHAT
+from agentjet.front.dialects.completions import COMPLETIONS
+from agentjet.front.dialects.dialect import OPENAI_ERRORS, Dialect, ErrorShape
+from agentjet.front.dialects.messages import MESSAGES
+from agentjet.front.dialects.responses import RESPONSES
 
 __all__ = ["CHAT", "COMPLETIONS", "DIALECTS", "MESSAGES", "RESPONSES", "error_shape", "keys_table"]
 

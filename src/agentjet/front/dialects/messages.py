@@ -16,9 +16,8 @@ from pydantic import BaseModel, Field
 from pydantic_core import from_json, to_json
 
 from agentjet.errors import ContextOverflow, InvalidRequest, RequestError
-from agentjet.gateway.calls import CallChunk, CallRequest
-from agentjet.protocol import Int64, Temperature, status_of
-from agentjet.server.dialects.dialect import (
+from agentjet.front.calls import CallChunk, CallRequest
+from agentjet.front.dialects.dialect import (
     CACHE_MEANING,
     NO_PLACE,
     REASONING_MEANING,
@@ -51,6 +50,7 @@ from agentjet.server.dialects.dialect import (
     request_notes,
     text_of,
 )
+from agentjet.protocol import Int64, Temperature, status_of
 from agentjet.types import Constraint, Conversation, Message, ToolCall
 
 # --- bodies

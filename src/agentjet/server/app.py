@@ -1,8 +1,9 @@
-"""The application of `agentjet look`: the page over runs that are read from folders or from other servers, and studies.
+"""The HTTP applications: `create_app` over the runs of a server, `create_look_app` over what `agentjet look` reads.
 
-Each run has the read routes of a server, below `/runs/NAME`; paths without a run mean the first one. Further routes
-list runs and studies and compare runs. Nothing can be changed. The link of the page has a code that opens viewer
-sessions as long as the program runs.
+`agentjet look` shows the page over runs that are read from folders or from other servers, and studies. Each run has the
+read routes of a server, below `/runs/NAME`; paths without a run mean the first one. Further routes list runs and
+studies and compare runs. Nothing can be changed. The link of the page has a code that opens viewer sessions as long as
+the program runs.
 """
 
 from __future__ import annotations
@@ -21,13 +22,24 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 import agentjet.protocol as bodies
 from agentjet.config import ServerConfig
 from agentjet.errors import InvalidRequest, MethodNotAllowed, NotFound, RequestError, Unauthorized
-from agentjet.gateway.collection import Collection
-from agentjet.gateway.read import RunReader
+from agentjet.front import inference
+from agentjet.front.http import Limits
+from agentjet.front.keys import Keys
+from agentjet.front.requests import (
+    BEARER,
+    RunMiddleware,
+    allowed_hosts,
+    bearer_of,
+    error_response,
+    new_app,
+    route_path,
+    scope_of,
+)
 from agentjet.server import page, routes
-from agentjet.server.access import BEARER, SMALL_BODY, VIEWER, RunScope, bearer_of, route_path, scope_of
-from agentjet.server.auth import Keys
-from agentjet.server.http import Limits
-from agentjet.server.requests import RunMiddleware, allowed_hosts, error_response, new_app, new_router
+from agentjet.server.access import SMALL_BODY, VIEWER, ReadScope, ServedRuns, new_router
+from agentjet.server.collection import Collection
+from agentjet.server.read import RunReader
+from agentjet.server.runs import Runs
 from agentjet.types import DEFAULT_RUN
 
 MOST_COMPARED = 8
@@ -37,6 +49,26 @@ OWN_PATHS = ("/look", "/studies/", "/compare", "/sessions")
 
 Forward = Callable[[str], Awaitable[Any]]
 """Returns the JSON answer of a run's server to a path below `/swarm/v1`, with its query. Raises `RequestError`."""
+
+
+def create_app(runs: Runs, keys: Keys) -> FastAPI:
+    """Returns the application of the runs. The caller starts and closes them. `keys` are those of the default run."""
+    served = ServedRuns(runs, keys)
+    app = new_app(
+        served.default,
+        summary="Reinforcement learning for the language models inside agents, as a swarm.",
+        root_path_in_servers=False,  # A run that somebody used would appear in everybody's /openapi.json.
+    )
+    # Routes are tried in this order: the most frequent ones come first. They are shared, because `include_router` would
+    # build all of them again at the first request.
+    routers = (routes.router, routes.records, routes.sessions, routes.operations)
+    for each in (inference.router, *routers, page.router):
+        app.routes.extend(each.routes)
+    app.add_middleware(RunMiddleware, enter=served.enter, allowed=allowed_hosts(runs.default.config.server))
+    return app
+
+
+# --- agentjet look
 
 
 class OfflineViewer:
@@ -51,15 +83,15 @@ class OfflineViewer:
         self.code = secrets.token_urlsafe(24)
         self.first = next(iter(collection.runs), DEFAULT_RUN)
 
-    def enter(self, name: str, request: HTTPConnection) -> RunScope:
+    def enter(self, name: str, request: HTTPConnection) -> ReadScope:
         """Returns a run. Raises `Unauthorized`, and `NotFound` for a name without a run."""
         self.keys.control(bearer_of(request))
         self.collection.run(name)
         return self.scope(name)
 
-    def scope(self, name: str) -> RunScope:
+    def scope(self, name: str) -> ReadScope:
         """Returns a run, without a check. All runs have the same keys."""
-        return RunScope(name, self.keys, self.limits, lambda: self._reader(name))
+        return ReadScope(name, self.keys, self.limits, open_reader=lambda: self._reader(name))
 
     def _reader(self, name: str) -> RunReader:
         """Raises `NotFound` if no run was given."""

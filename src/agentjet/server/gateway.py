@@ -1,4 +1,4 @@
-"""`Gateway`: a run of a server without HTTP. `server/` adds the routes, `Runs` has the runs of a server.
+"""`Gateway`: a run of a server without HTTP. `routes` adds the routes, `Runs` has the runs of a server.
 
 It owns the swarm's state, the engine and the call path, and lives in one event loop. The swarm is synchronous and is
 used in that event loop only.
@@ -9,34 +9,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Hashable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from agentjet.compute import Compute
 from agentjet.config import ServeConfig, parse_config
 from agentjet.errors import ConfigError, Conflict, Later, RecipeError, Unavailable, Unprocessable
-from agentjet.gateway import observability
-from agentjet.gateway.calls import Calls
-from agentjet.gateway.checkpoints import CheckpointStore
-from agentjet.gateway.concurrency import AdmissionWaiters, Broadcast, EnginePhase, GroupCommit, offload
-from agentjet.gateway.health import ServerFacts
-from agentjet.gateway.observability import (
-    Activity,
-    LoopLag,
-    MetricsFile,
-    StepTimer,
-    Telemetry,
-    Tracing,
-    divergence,
-)
-from agentjet.gateway.prompts import Demonstration, answer_all, num_characters
-from agentjet.gateway.read import RunReader, VarianceReport, job_of, status_of
-from agentjet.gateway.run_policies import PolicyVersions, RunPolicies, check_source
-from agentjet.gateway.ticks import EventPages, SharedAnswers, Ticks
-from agentjet.gateway.training import Engine
+from agentjet.front import tracing
+from agentjet.front.calls import Calls
+from agentjet.front.concurrency import Broadcast, GroupCommit, offload
+from agentjet.front.prompts import Demonstration, answer_all, num_characters
+from agentjet.front.tracing import Tracing
 from agentjet.protocol import (
     AbortRequest,
     BeginRequest,
@@ -50,6 +35,21 @@ from agentjet.protocol import (
     StatusResponse,
 )
 from agentjet.recipes import hooks
+from agentjet.server.checkpoints import CheckpointStore
+from agentjet.server.health import ServerFacts
+from agentjet.server.observability import (
+    Activity,
+    LoopLag,
+    MetricsFile,
+    StepTimer,
+    Telemetry,
+    divergence,
+    log_event,
+)
+from agentjet.server.read import RunReader, VarianceReport, job_of, status_of
+from agentjet.server.run_policies import EnginePhase, PolicyVersions, RunPolicies, check_source
+from agentjet.server.ticks import EventPages, SharedAnswers, Ticks
+from agentjet.server.training import Engine, TrainingLoop
 from agentjet.swarm import EpisodeRecord, Journal, SwarmState
 from agentjet.swarm.groups import AnsweredRollout, RolloutNeeded
 from agentjet.swarm.store import Host
@@ -73,6 +73,35 @@ WAITING_FOR = {
 }
 NOT_SERVING = ("offline", "draining", "failed")
 """States of the engine that refuse new episodes."""
+
+
+class AdmissionWaiters:
+    """Clients that wait for a place in the batch, by key.
+
+    Each wake costs an admission check per waiter, so only the waiters that may be admitted are woken.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[Hashable, set[asyncio.Future[None]]] = {}
+
+    async def wait(self, key: Hashable, timeout: float) -> None:
+        """Returns after the next `wake` of this key or of all keys, or after `timeout` seconds."""
+        woken = asyncio.get_running_loop().create_future()
+        waiting = self._waiting.setdefault(key, set())
+        waiting.add(woken)
+        try:
+            await asyncio.wait([woken], timeout=timeout)
+        finally:
+            waiting.discard(woken)
+            if not waiting:
+                self._waiting.pop(key, None)
+
+    def wake(self, *keys: Hashable) -> None:
+        """Wakes the waiters of these keys, or all waiters if `keys` is empty."""
+        for key in keys or list(self._waiting):
+            for woken in self._waiting.get(key, ()):
+                if not woken.done():
+                    woken.set_result(None)
 
 
 class Gateway:
@@ -105,14 +134,10 @@ class Gateway:
                 f"the folder {str(self.folder)!r} of server.data_dir cannot be created: {error.strerror}"
             ) from None
         self._clock = clock
-        self.began = clock()
         self.hosted = RunPolicies(
             run, config, compute, self.folder, hooks.PlugInThreads(config.server.hook_timeout, run=run)
         )
         self.policies = self.hosted.names
-        name = "" if self.policies else config.model.name
-        self.model_name = Path(name).name if name and Path(name).is_dir() else name
-        """The model name for requests. For a local model, the name of its folder. Empty with named policies."""
         self.store = CheckpointStore(self.folder)
         metrics = MetricsFile(self.folder / "metrics.jsonl", clock=clock)
         self._journal = self._open_journal()
@@ -155,7 +180,7 @@ class Gateway:
             StepTimer(self.phase.gate.busy_seconds),
         )
         self.versions = PolicyVersions(self.store, self.hosted, self.commits, self.phase, self.telemetry.activity)
-        self.engine = Engine(self.hosted, self.commits, self.phase, self.versions, self.telemetry)
+        self.engine = Engine(TrainingLoop(self.versions, self.telemetry), self.versions)
         self.calls = Calls(self.hosted, self.commits, self.phase.gate, self.telemetry.tracing, clock)
         self._turn = asyncio.Lock()
         """Held around `rollout` and `accept`, so that a recipe gets one call at a time, about the present state."""
@@ -399,7 +424,7 @@ class Gateway:
             waiting_for=self.waiting_for(),
             run=self.run,
             policies=self.policies,
-            model=self.model_name,
+            model=self.hosted.model_name,
             model_weights=self.hosted.weights(),
             calls_active=len(self.calls.active),
             clients={client: max(0.0, now - seen) for client, seen in self.queries.leases.clients.items()},
@@ -410,7 +435,7 @@ class Gateway:
             unusable_checkpoints=[str(path) for path in self.store.unusable()],
             last_event=self.last_event,
             loop=None if gap is None else LoopView(cpu=gap.cpu, wall=gap.wall, held_by=gap.held_by),
-            uptime=now - self.began,
+            uptime=now - self.calls.began,
         )
 
     def server_facts(self) -> ServerFacts:
@@ -460,7 +485,7 @@ class Gateway:
 
     def _on_event(self, event: Event) -> None:
         self.last_event = event.seq
-        observability.log_event(event)
+        log_event(event)
         self.ticks.add(event)
         if event.kind == "episode" and event.body["status"] != "live":
             self.calls.episode_ended(event.body["episode_id"])
@@ -489,7 +514,7 @@ class Gateway:
 
     async def _check_leases(self) -> None:
         """Expires leases soon after they end. Retries the disk while it refuses writes."""
-        observability.run.set(self.run)
+        tracing.run.set(self.run)
         now = asyncio.get_running_loop().time
         next_try, logged = 0.0, ""
         while True:
@@ -519,7 +544,7 @@ class Gateway:
 
         After a failure of the recipe they wait until the engine is started again.
         """
-        observability.run.set(self.run)
+        tracing.run.set(self.run)
         while True:
             await self.changed.until(self._can_decide)
             try:
@@ -542,7 +567,7 @@ class Gateway:
         """Deletes what the journal need not keep, in slices. Other requests go on between them. The next time deletes
         the rows that a stop or a full disk leaves.
         """
-        observability.run.set(self.run)
+        tracing.run.set(self.run)
         store = self.swarm.store
         store.is_prune_due = True  # An earlier server may have been stopped between two slices.
         while True:

@@ -15,7 +15,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
 from pydantic_core import to_json
@@ -23,11 +23,10 @@ from starlette.datastructures import Headers
 from starlette.responses import Response, StreamingResponse
 
 from agentjet.errors import InvalidRequest, MethodNotAllowed, NotFound, RequestError, nearest_name
-from agentjet.gateway.calls import CallChunk, CallRequest
-from agentjet.gateway.concurrency import LARGE, from_thread, offload
-from agentjet.server.access import EPISODE_KEY, Deps, ServedRun, key_in_headers, key_in_path
-from agentjet.server.dialects import DIALECTS, MESSAGES
-from agentjet.server.dialects.dialect import (
+from agentjet.front.calls import CallChunk, CallRequest, Calls, Policies
+from agentjet.front.concurrency import LARGE, from_thread, offload
+from agentjet.front.dialects import DIALECTS, MESSAGES
+from agentjet.front.dialects.dialect import (
     OPENAI_ERRORS,
     AnswerHead,
     CallLookup,
@@ -38,8 +37,18 @@ from agentjet.server.dialects.dialect import (
     RequestT,
     sse,
 )
-from agentjet.server.dialects.messages import PromptBody, TokenCount, prompt_to_count
-from agentjet.server.requests import ClientGone, GuardedRoute, count_refusal, internal_error, until_disconnect
+from agentjet.front.dialects.messages import PromptBody, TokenCount, prompt_to_count
+from agentjet.front.requests import (
+    EPISODE_KEY,
+    ClientGone,
+    GuardedRoute,
+    calls_of,
+    count_refusal,
+    internal_error,
+    key_in_headers,
+    key_in_path,
+    until_disconnect,
+)
 from agentjet.types import policy_of
 
 log = logging.getLogger(__name__)
@@ -49,6 +58,11 @@ POLICY_ALIAS = "policy"
 """A name of the model of every run without named policies."""
 
 
+async def _calls(request: Request) -> Calls:  # async, so that FastAPI does not call it in a thread
+    return calls_of(request)
+
+
+RunCalls = Annotated[Calls, Depends(_calls)]
 Documentation = dict[int | str, dict[str, Any]]
 """The responses of a route in `/openapi.json`."""
 
@@ -67,9 +81,9 @@ routes = APIRouter(tags=["inference"], route_class=GuardedRoute)
 
 
 def _add_route(dialect: Dialect[Any]) -> None:
-    async def answer(body: Any, request: Request, deps: Deps) -> Any:
+    async def answer(body: Any, request: Request, calls: RunCalls) -> Any:
         """A request of the provider's API. Needs an episode key. Unsupported parameters are refused by name."""
-        return await respond(dialect, body, request, deps)
+        return await respond(dialect, body, request, calls)
 
     answer.__annotations__["body"] = dialect.request
     routes.add_api_route(
@@ -82,28 +96,28 @@ for _dialect in DIALECTS:
 
 
 @routes.post(f"{MESSAGES.path}/count_tokens", dependencies=EPISODE_KEY, responses=errors_of(MESSAGES.errors))
-async def count_tokens(body: PromptBody, request: Request, deps: Deps) -> TokenCount:
+async def count_tokens(body: PromptBody, request: Request, calls: RunCalls) -> TokenCount:
     """Return the exact length of a prompt in tokens. Nothing is sampled or recorded."""
-    role = role_of(body.model, deps)
+    role = role_of(body.model, calls.policies)
     num_bytes = len(await request.body())
-    await deps.gateway.calls.read(request.state.episode_id)
-    conversation = await offload(num_bytes, prompt_to_count, body, deps.gateway.swarm.job.images)
+    await calls.read(request.state.episode_id)
+    conversation = await offload(num_bytes, prompt_to_count, body, calls.episodes.job.images)
     asked = CallRequest(conversation, model=body.model, num_bytes=num_bytes)
-    return TokenCount(input_tokens=await deps.gateway.calls.count_tokens(request.state.episode_id, role, asked))
+    return TokenCount(input_tokens=await calls.count_tokens(request.state.episode_id, role, asked))
 
 
 @routes.get("/v1/models", dependencies=EPISODE_KEY, responses=errors_of(OPENAI_ERRORS))
-async def list_models(deps: Deps) -> dict[str, Any]:
+async def list_models(calls: RunCalls) -> dict[str, Any]:
     """List the policies of the run, or its one model. Needs an episode key."""
-    names = deps.gateway.policies or (deps.gateway.model_name,)
-    return {"object": "list", "data": [_model(name, deps) for name in names]}
+    names = calls.policies.names or (calls.policies.model_name,)
+    return {"object": "list", "data": [_model(name, calls) for name in names]}
 
 
 @routes.get("/v1/models/{name:path}", dependencies=EPISODE_KEY, responses=errors_of(OPENAI_ERRORS))
-async def get_model(name: str, deps: Deps) -> dict[str, Any]:
+async def get_model(name: str, calls: RunCalls) -> dict[str, Any]:
     """Return the model if the run accepts the name. Needs an episode key."""
-    role = role_of(name, deps)
-    return _model(deps.gateway.model_name or policy_of(role, deps.gateway.policies), deps)
+    policies = calls.policies
+    return _model(policies.model_name or policy_of(role_of(name, policies), policies.names), calls)
 
 
 @routes.head("/", include_in_schema=False)
@@ -127,19 +141,19 @@ router.include_router(routes, dependencies=[Depends(key_in_headers)])
 router.include_router(routes, prefix="/k/{key}", dependencies=[Depends(key_in_path)])
 
 
-async def respond(dialect: Dialect[RequestT], body: RequestT, request: Request, deps: ServedRun) -> Response:
+async def respond(dialect: Dialect[RequestT], body: RequestT, request: Request, calls: Calls) -> Response:
     """Returns the response to a call in any dialect, whole or streamed. Raises `RequestError` or `ClientGone`."""
-    gateway, episode_id = deps.gateway, request.state.episode_id  # stored by the guard `EPISODE_KEY`
-    role = role_of(body.model, deps)
-    policy = policy_of(role, gateway.policies)
-    head = AnswerHead(uuid.uuid4().hex, gateway.model_name or policy, int(time.time()), policy)
+    policies, episode_id = calls.policies, request.state.episode_id  # stored by the guard `EPISODE_KEY`
+    role = role_of(body.model, policies)
+    policy = policy_of(role, policies.names)
+    head = AnswerHead(uuid.uuid4().hex, policies.model_name or policy, int(time.time()), policy)
     content = await request.body()
-    await gateway.calls.read(episode_id)
-    past: CallLookup = partial(gateway.calls.lookup, episode_id, role)
+    await calls.read(episode_id)
+    past: CallLookup = partial(calls.lookup, episode_id, role)
     past = past if len(content) < LARGE else from_thread(past)
-    decode = partial(dialect.decode, body, past, gateway.swarm.job.images)
+    decode = partial(dialect.decode, body, past, calls.episodes.job.images)
     call = await offload(len(content), _to_call, decode, content, request.headers, head)
-    chunks = gateway.calls.answer(episode_id, role, call)
+    chunks = calls.answer(episode_id, role, call)
     choices = call.choices * (1 + len(call.others))
     encoder = dialect.encoder(body, head)
     events = _events(chunks, choices, encoder)
@@ -226,20 +240,20 @@ async def _stream(
             yield sse(dialect.errors.event(dialect.errors.body(error), num_sent))
 
 
-def _model(name: str, deps: ServedRun) -> dict[str, Any]:
-    return {"id": name, "object": "model", "created": int(deps.gateway.began), "owned_by": "agentjet"}
+def _model(name: str, calls: Calls) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": int(calls.began), "owned_by": "agentjet"}
 
 
-def role_of(model: str, deps: ServedRun) -> str:
+def role_of(model: str, run: Policies) -> str:
     """Returns the agent role of a request: what follows `@` in the model's name.
 
     In a run with named policies it is `POLICY` or `POLICY/ROLE`. Raises `NotFound` for a model that the run does not
     have, and `InvalidRequest` for an invalid role.
     """
-    policies, served = deps.gateway.policies, deps.gateway.model_name
+    policies, served = run.names, run.model_name
     names = list(policies or (served, POLICY_ALIAS))
     base = model.partition("@")[0]
-    aliases = deps.gateway.config.server.model_aliases.split(",")
+    aliases = run.config.server.model_aliases.split(",")
     if not policies and any(fnmatchcase(base, alias.strip()) for alias in aliases if alias.strip()):
         names.append(base)
     name = next((name for name in names if model == name or model.startswith(f"{name}@")), None)
