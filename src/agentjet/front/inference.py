@@ -117,7 +117,8 @@ async def list_models(calls: RunCalls) -> dict[str, Any]:
 async def get_model(name: str, calls: RunCalls) -> dict[str, Any]:
     """Return the model if the run accepts the name. Needs an episode key."""
     policies = calls.policies
-    return _model(policies.model_name or policy_of(role_of(name, policies), policies.names), calls)
+    role = role_of(name, policies)
+    return _model(policies.model_name or policy_of(role, policies.names), calls)
 
 
 @routes.head("/", include_in_schema=False)
