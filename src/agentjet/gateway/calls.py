@@ -53,7 +53,7 @@ from agentjet.gateway.observability import Tracing
 from agentjet.gateway.prompts import CompletionParser, Prompt, TokenLogprob, num_characters, prepare_prompt
 from agentjet.gateway.run_policies import RunPolicies
 from agentjet.rendering import Renderer
-from agentjet.rendering.grammar_trial import GrammarTrials
+from agentjet.rendering.grammar import GrammarTrials
 from agentjet.swarm import EpisodeRecord
 from agentjet.swarm.journal import encode_call
 from agentjet.timeline import ConversationTree

@@ -39,7 +39,7 @@ class Renderer:
         self.model = model_info
         vocabulary = self._vocabulary = Vocabulary(model_info.tokenizer_path, visible=MARKERS)
         self.pieces, self.show = vocabulary.pieces, vocabulary.show
-        self.counted_lower_bound = vocabulary.counted_lower_bound
+        self.tokenize, self.counted_lower_bound = vocabulary.tokenize, vocabulary.counted_lower_bound
         self._control = {token.literal: token for token in self._vocabulary.control.values()}
         self._escapes = {literal: escape(token.id) for literal, token in self._control.items()}
         self._strips_left = {literal for literal, token in self._control.items() if token.strips_left}
@@ -188,10 +188,6 @@ class Renderer:
             return frozenset()
         text = "".join(rendered.texts)
         return frozenset(i for i, mark in marks.items() if mark in text)
-
-    def tokenize(self, encoded: bytes) -> tuple[int, ...]:
-        """Returns the token ids of encoded text: escapes become control tokens, the rest ordinary tokens."""
-        return self._vocabulary.tokenize(encoded)
 
     def encode_tokens(self, token_ids: Sequence[int]) -> bytes:
         """Returns the exact encoded text of tokens."""
