@@ -171,6 +171,7 @@ def new(
 
     Read plan.md in the folder, then run it with `agentjet research run FOLDER`.
     """
+    from agentjet.config.loader import parse_overrides
     from agentjet.research.journal import StudyFolder
     from agentjet.research.plan import plan, read_space
     from agentjet.research.report import plan_page
@@ -187,7 +188,7 @@ def new(
             tasks=tasks,
             held_out=held_out,
             evaluator=evaluator,
-            settings=overrides_of(base or []),
+            settings=dict(parse_overrides(base or [])),
             steps=steps,
             evaluations=min(4, steps),
             repeats=repeats,
@@ -216,19 +217,6 @@ def fixed(subject: Subject) -> Subject:
     subject.load_arm_agent("")
     subject.load_evaluator()
     return subject.with_hashes()
-
-
-def overrides_of(overrides: list[str]) -> dict[str, Any]:
-    """Parses `section.setting=value` without checks against other settings. Raises `ConfigError`."""
-    from agentjet.config.loader import parse_value
-
-    found = {}
-    for override in overrides:
-        name, equals, text = override.partition("=")
-        if not equals:
-            raise ConfigError(f"--set {override!r} is not of the form section.setting=value, such as job.batch_size=4")
-        found[name.strip()] = parse_value(text)
-    return found
 
 
 def run(folder: Folder, servers: Servers) -> None:

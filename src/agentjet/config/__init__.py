@@ -21,7 +21,6 @@ from agentjet.config.schema import (
     ServerConfig,
     SideCallRule,
     bfloat16_is_faster,
-    unknown_policy,
 )
 
 __all__ = [
@@ -43,5 +42,4 @@ __all__ = [
     "load_config",
     "server_token",
     "settings_table",
-    "unknown_policy",
 ]

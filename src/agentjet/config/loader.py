@@ -65,16 +65,17 @@ def settings(section: type[Section]) -> Iterator[tuple[str, FieldInfo]]:
 
 def changed_settings(before: JobConfig, after: JobConfig) -> list[str]:
     """Returns one message for each job setting that differs."""
-    values = [dict(_leaves(job.model_dump(mode="json"), "job.")) for job in (before, after)]
+    values = [dict(leaves(job.model_dump(mode="json"), "job.")) for job in (before, after)]
     names = dict.fromkeys([*values[0], *values[1]])
     both = [(name, *(toml(one[name]) if name in one else "not set" for one in values)) for name in names]
     return [f"{name} was {old} and is {new}" for name, old, new in both if old != new]
 
 
-def _leaves(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the settings of nested tables by their dotted names."""
     for name, value in values.items():
         if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{name}.")
+            yield from leaves(value, f"{prefix}{name}.")
         else:
             yield prefix + name, value
 
@@ -161,14 +162,19 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> ServeConfig
     """Returns the settings of a server from a file and `a.b=c` overrides. Raises `ConfigError`."""
     values = {} if path is None else read_toml(path)
     origins = dict.fromkeys(_keys(values), str(path))
-    for override in overrides:
-        key, equals, text = override.partition("=")
-        key = key.strip()
-        if not equals or not key:
-            raise ConfigError(f"--set {override!r} is not of the form section.setting=value, such as job.batch_size=4")
-        _assign(values, key, parse_value(text))
+    for key, value in parse_overrides(overrides):
+        _assign(values, key, value)
         origins[key] = "--set"
     return _validate(values, origins)
+
+
+def parse_overrides(overrides: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """Yields the names and values of `--set` options, unchecked. Raises `ConfigError`."""
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals or not key.strip():
+            raise ConfigError(f"--set {override!r} is not of the form section.setting=value, such as job.batch_size=4")
+        yield key.strip(), parse_value(text)
 
 
 def parse_config(settings: Mapping[str, Any], origin: str = "") -> ServeConfig:

@@ -23,8 +23,7 @@ from typing import Any
 
 from agentjet.errors import ConfigError, InvalidRequest
 from agentjet.rendering.chat_template import MARK, OWN_VARIABLES, BodySlot, ChatTemplate, Rendered
-from agentjet.rendering.grammar import OutputStyle
-from agentjet.rendering.parser import MARKERS, TOOL_FORMATS, parse_completion
+from agentjet.rendering.grammar import MARKERS, TOOL_FORMATS, OutputStyle, parse_completion
 from agentjet.rendering.vocabulary import TextStream, Vocabulary, escape
 from agentjet.types import Conversation, Message, ModelInfo, ToolCall
 
@@ -194,7 +193,7 @@ class Renderer:
         return b"".join(self._vocabulary.pieces(token_ids))
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """Returns text without special tokens, except those in `parser.MARKERS`; replaces incomplete characters."""
+        """Returns text without special tokens, except those in `grammar.MARKERS`; replaces incomplete characters."""
         return b"".join(map(self._vocabulary.displayed_bytes, token_ids)).decode(errors="replace")
 
     @property

@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import agentjet
-from agentjet.client import AsyncSwarm
 from agentjet.client.agent_source import load_function
 from agentjet.client.report import rows
 from agentjet.client.rollout import Agent, AgentFailing
+from agentjet.client.swarm_client import AsyncSwarm
 from agentjet.errors import AgentJetError, ConfigError
 from agentjet.research import landlock
 from agentjet.research.models import Address

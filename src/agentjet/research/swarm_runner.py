@@ -29,7 +29,7 @@ from threading import Event
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from agentjet.client import Swarm
+from agentjet.client.swarm_client import Swarm
 from agentjet.config import parse_config
 from agentjet.errors import AgentJetError, ConfigError
 from agentjet.research.diagnosis import with_dead_environment

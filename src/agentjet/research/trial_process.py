@@ -27,15 +27,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from agentjet.client import AsyncSwarm
+from agentjet.client.swarm_client import AsyncSwarm
 from agentjet.client.threads import exit_with_parent
+from agentjet.config.loader import leaves
 from agentjet.errors import AgentJetError, ConfigError
 from agentjet.research import arm_process
 from agentjet.research.arm_process import ArmClient, ArmFailed, ArmOrder, conversation
 from agentjet.research.diagnosis import FAILED, PLAYS, Signals, last
 from agentjet.research.journal import write_whole
 from agentjet.research.models import Address, End, Outcome, Transcript, Trial
-from agentjet.research.records import Record, Value, canonical, dotted, hash_of, shortened
+from agentjet.research.records import Record, Value, canonical, hash_of, shortened
 from agentjet.research.subject import Message, Subject, one_line_at
 from agentjet.types import Task
 
@@ -382,7 +383,7 @@ class TrialProcess:
             facts["held_out_error"] = math.hypot(known[0].error, known[last].error)
         facts |= weight_changes(Signals(outcome.signals))
         settings = {
-            name: value for name, value in dotted((await self._swarm.job()).job, "job.") if isinstance(value, Value)
+            name: value for name, value in leaves((await self._swarm.job()).job, "job.") if isinstance(value, Value)
         }
         outcome = replace(outcome, settings=settings, facts=facts)
         return outcome if self._judged is None else await self._judged.with_training(outcome)

@@ -31,15 +31,15 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from agentjet.client.agent_source import hash_of
-from agentjet.config import parse_config
+from agentjet.config.loader import leaves, parse_config
 from agentjet.errors import ConfigError
 from agentjet.research import arm_process
 from agentjet.research.arm_process import ArmFailed, ArmOrder
 from agentjet.research.campaign.models import Intervention
 from agentjet.research.journal import write_whole
 from agentjet.research.models import Address, Refused, Trial
-from agentjet.research.records import dotted, refuse, unknown_key
-from agentjet.research.subject import Equal, Subject, files_below
+from agentjet.research.records import refuse, unknown_key
+from agentjet.research.subject import Equal, Subject, digest_of, files_below
 from agentjet.research.swarm_runner import check_changes
 from agentjet.types import Task
 
@@ -84,7 +84,7 @@ def parse_subject(text: str, name: str) -> Subject:
         for key in REQUIRED.keys() - content.keys():
             raise ConfigError(f"{key}: is required; add a line such as {key} = {REQUIRED[key]!r}")
         if isinstance(content.get("settings"), dict):
-            content["settings"] = dict(dotted(content["settings"]))
+            content["settings"] = dict(leaves(content["settings"]))
         if isinstance(content.get("steps"), int):
             content.setdefault("evaluations", max(1, min(4, content["steps"])))
         return Subject.from_json({**DEFAULTS, **content, "judged": True})
@@ -295,7 +295,7 @@ class SubjectRepo:
     @property
     def judge_hash(self) -> str:
         """Hash of the judge's locked copy."""
-        return hash_of({name: digest.encode() for name, digest in self._files.items()})
+        return digest_of(self._files)
 
     # ---- checks ------------------------------------------------------------------------------------------------------
 
