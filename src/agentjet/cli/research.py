@@ -366,7 +366,7 @@ def finding_message(log: StudyLog, finding: Finding) -> str:
 
 # ---- campaigns -------------------------------------------------------------------------------------------------------
 
-UNFENCED = "this kernel has no Landlock (Linux 5.13), so the arms' code runs with the rights of this user"
+UNSANDBOXED = "this kernel has no Landlock (Linux 5.13), so the arms' code runs with the rights of this user"
 
 
 @dataclass(frozen=True)
@@ -540,7 +540,7 @@ def conduct(
             SwarmRunner(repo.subject_of, folder, slots, typer.echo) as runner,
         ):
             limits = [
-                *(() if landlock.version() else (UNFENCED,)),
+                *(() if landlock.version() else (UNSANDBOXED,)),
                 *filter(None, (getattr(p, "limit", "") for p in proposers)),
             ]
             for limit in limits:

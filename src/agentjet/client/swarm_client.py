@@ -612,18 +612,17 @@ class Swarm:
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         named = {"client_id": client_id, "instance_id": instance_id}
-        self._client = AsyncSwarm(url, token, **named, retry=retry, transport=transport)
-        self._loop = LoopThread()
+        self._use(AsyncSwarm(url, token, **named, retry=retry, transport=transport))
 
-    @property
-    def url(self) -> str:
+    def _use(self, client: AsyncSwarm) -> None:
+        self._client, self._loop = client, LoopThread()
+        self.url: str = client.url
         """The server's address."""
-        return self._client.url
 
     def of_run(self, name: str, token: str | None = None) -> Swarm:
         """See `AsyncSwarm.of_run`."""
         swarm = Swarm.__new__(Swarm)
-        swarm._client, swarm._loop = self._client.of_run(name, token), LoopThread()
+        swarm._use(self._client.of_run(name, token))
         return swarm
 
     begin = blocking_begin(AsyncSwarm.begin)
