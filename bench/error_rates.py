@@ -1,6 +1,6 @@
 """Error rates of the researcher's verdicts, by simulation: `python -m bench.error_rates`.
 
-Normal scores of two arms are judged by the rule of `agentjet.research.confirmation`. No claim is stopped early,
+Normal scores of two arms are judged by the rule of `agentjet.research.scheduler`. No claim is stopped early,
 because that could only reduce the number of verdicts. A verdict is wrong if it is "supported" or "refuted" for an
 effect that is not above the smallest effect of interest: for no effect, and for one of exactly that size. The size is
 measured in the root mean square of both arms' deviations over seeds. One arm's scores spread `UNEQUAL` times as far as

@@ -20,7 +20,7 @@ from agentjet.compute.embedded.policy_host import HEAP
 from agentjet.compute.embedded.sampler import ModelSampler, NewToken
 from agentjet.compute.embedded.worker import make_deterministic
 from agentjet.config import JobConfig, ModelConfig, SamplerConfig
-from agentjet.config.job import OptimizerConfig
+from agentjet.config.schema import OptimizerConfig
 from agentjet.recipes.baselines import Grpo
 from agentjet.rendering import Renderer
 from agentjet.timeline.forest import Forest, build_forest, call_row

@@ -36,9 +36,9 @@ def has_cuda() -> bool:
 
 
 def has_landlock() -> bool:
-    from agentjet.research import fence
+    from agentjet.research import landlock
 
-    return bool(fence.version())
+    return bool(landlock.version())
 
 
 def has_vllm() -> bool:

@@ -2,7 +2,7 @@
 
 from agentjet.cli.main import parameters
 from agentjet.config import SideCallRule
-from agentjet.config.reference import sections, settings
+from agentjet.config.loader import sections, settings
 from agentjet.recipes import registry
 
 

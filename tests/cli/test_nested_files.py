@@ -16,9 +16,8 @@ from agentjet.compute.embedded.checkpoint import verified_state
 from agentjet.compute.merging import base_of
 from agentjet.config.loader import read_toml
 from agentjet.errors import CheckpointError, ConfigError
-from agentjet.research.campaign.coding_agent import reasons
-from agentjet.research.campaign.llm import anthropic_blocks
-from agentjet.research.campaign.subject_file import read_subject
+from agentjet.research.campaign.proposers import anthropic_blocks, reasons
+from agentjet.research.campaign.subject_repo import read_subject
 from agentjet.research.journal import StudyFolder
 from agentjet.research.plan import read_space
 from agentjet.server.checkpoints import Tags

@@ -27,9 +27,9 @@ from agentjet.errors import AgentJetError, ConfigError
 from agentjet.research.journal import StudyFolder, StudyLog, read_log
 from agentjet.research.models import Diagnosis
 from agentjet.research.records import Setting
-from agentjet.research.report.view import StudyView
+from agentjet.research.report.facts import StudyView
 from agentjet.research.scheduler import conduct
-from agentjet.research.servers import ServerLost, SharedServerSlot
+from agentjet.research.swarm_runner import ServerLost, SharedServerSlot
 from tests.research.reported import Told
 from tests.research.world import STUDY, Formula
 from tests.server.serving import ADMIN, Served

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from agentjet.cli.program import MAX_REWARD_BYTES, NoReward, from_file
+from agentjet.cli.run import MAX_REWARD_BYTES, NoReward, from_file
 from agentjet.types import Reward
 
 SECRET = "a-secret-of-the-user"

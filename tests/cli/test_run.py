@@ -19,7 +19,7 @@ import pytest
 from typer.testing import CliRunner
 
 from agentjet.cli.main import app
-from agentjet.cli.program import CommandLine, CommandSource, NoReward, check_source, reward_source
+from agentjet.cli.run import CommandLine, CommandSource, NoReward, check_source, reward_source
 from agentjet.client import AgentVersion, Command, CommandFailed, Result
 from agentjet.client.agent_source import CodeFolder
 from agentjet.client.inputs import read_tasks

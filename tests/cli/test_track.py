@@ -17,7 +17,7 @@ from agentjet.cli.main import app
 from agentjet.cli.runs import steps_of_folder, steps_of_server
 from agentjet.client import Swarm
 from agentjet.errors import ConfigError, Unauthorized, Unreachable
-from agentjet.trackers.sinks import id_of_run
+from agentjet.trackers import id_of_run
 from tests.server.serving import VIEWER, Served, in_thread, serving
 
 

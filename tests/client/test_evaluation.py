@@ -39,8 +39,8 @@ from agentjet.client import (
     pass_at_k,
     wilson_interval,
 )
-from agentjet.client.evaluation import HeldOutEvaluations, record_if_possible, trained_held_out
 from agentjet.client.report import best_of, estimate
+from agentjet.client.training import HeldOutEvaluations, record_if_possible, trained_held_out
 from agentjet.errors import Conflict, InvalidRequest
 from agentjet.types import Task
 from tests.client.test_real_server import TASKS as NUMBERS

@@ -29,10 +29,10 @@ from agentjet.client.agent_source import (
     load_function,
     source_of,
 )
-from agentjet.client.evaluation import HeldOutEvaluations
 from agentjet.client.live_reload import LiveReload
 from agentjet.client.report import EpisodeResult, EvalReport, Outcome
 from agentjet.client.rollout import AgentFailing, RolloutSpec, Visit
+from agentjet.client.training import HeldOutEvaluations
 from agentjet.errors import ConfigError, Conflict
 from agentjet.types import Task
 from tests.client.server import TOKEN, URL, FakeServer, FakeTime

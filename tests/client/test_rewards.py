@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from agentjet.cli.program import reward_source
+from agentjet.cli.run import reward_source
 from agentjet.client import AgentFailing, AsyncEpisode, AsyncSwarm, Command, Endpoint, Episode, Swarm
 from agentjet.client.command import environment
 from agentjet.client.episode import checked_reward, finish_body

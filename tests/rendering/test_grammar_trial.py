@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from agentjet.errors import InvalidRequest, Later
-from agentjet.rendering.grammar import OutputStyle, write_grammar
-from agentjet.rendering.grammar_trial import GrammarTrials, _tried_in_a_fork
+from agentjet.rendering.grammar import GrammarTrials, OutputStyle, _tried_in_a_fork, write_grammar
 from agentjet.types import Constraint
 
 pytestmark = pytest.mark.anyio

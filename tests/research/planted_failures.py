@@ -30,9 +30,9 @@ from scipy import stats
 
 from agentjet.research.diagnosis import diagnose
 from agentjet.research.journal import StudyLog
-from agentjet.research.launcher import TrialLauncher, seed_of
 from agentjet.research.models import Arm, Outcome, Study, Trial
 from agentjet.research.records import Setting, Value
+from agentjet.research.scheduler import TrialLauncher, seed_of
 
 Floats, Ints = NDArray[np.float64], NDArray[np.int64]
 STEPS = 90

@@ -18,10 +18,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentjet.research.diagnosis import DEAD, RULES, SERVER, equal_runs, with_dead_environment
+from agentjet.research.diagnosis import DEAD, RULES, SERVER, equal_runs, holds_since, with_dead_environment
 from agentjet.research.journal import StudyLog, read_log
 from agentjet.research.models import Arm, Diagnosis, Hypothesis, Outcome, Study, Trial
-from agentjet.research.run_record import holds_since
 from agentjet.research.scheduler import conduct
 from tests.research.planted_failures import HEALTHY, KINDS, STEPS, FailingRunner, Plant, Side, said, single
 from tests.research.world import Doomed

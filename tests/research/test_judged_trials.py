@@ -26,11 +26,9 @@ from agentjet.client import AsyncSwarm
 from agentjet.errors import AgentJetError, ConfigError
 from agentjet.research import arm_process
 from agentjet.research.arm_process import ArmClient, ArmFailed, ArmOrder
-from agentjet.research.judged_episodes import JudgedEpisodes
-from agentjet.research.models import Outcome, Trial
-from agentjet.research.servers import Address
+from agentjet.research.models import Address, Outcome, Trial
 from agentjet.research.subject import Subject
-from agentjet.research.trial_process import TrialOrder, TrialProcess
+from agentjet.research.trial_process import JudgedEpisodes, TrialOrder, TrialProcess
 from agentjet.types import Task
 
 JUDGE = """

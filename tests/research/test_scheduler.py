@@ -12,14 +12,24 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from agentjet.research.confirmation import Evidence, Shares, decide_look, open_shares, stop_for_futility
 from agentjet.research.journal import StudyLog
-from agentjet.research.launcher import OutOfBudget, Spending, TrialLauncher, seed_of
 from agentjet.research.models import Arm, Finding, Hypothesis, Outcome, Study, Trial
 from agentjet.research.records import Setting
-from agentjet.research.report.document import render
-from agentjet.research.report.view import StudyView
-from agentjet.research.scheduler import conduct, rank_loss
+from agentjet.research.report import render
+from agentjet.research.report.facts import StudyView
+from agentjet.research.scheduler import (
+    Evidence,
+    OutOfBudget,
+    Shares,
+    Spending,
+    TrialLauncher,
+    conduct,
+    decide_look,
+    open_shares,
+    rank_loss,
+    seed_of,
+    stop_for_futility,
+)
 from agentjet.research.statistics import nominal_level
 from tests.research.world import STUDY, Formula, hill, late
 

@@ -17,9 +17,9 @@ import pytest
 from agentjet.errors import ConfigError
 from agentjet.research.journal import StudyFolder, StudyLog
 from agentjet.research.models import Arm, Knob, Study
-from agentjet.research.run_record import HeldOutScore, RunRecord
-from agentjet.research.servers import check_arms, job_of
 from agentjet.research.subject import Subject
+from agentjet.research.swarm_runner import check_arms, job_of
+from agentjet.research.trial_process import HeldOutScore, RunRecord
 from tests.research.world import STUDY
 
 CODE = """

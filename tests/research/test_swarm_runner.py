@@ -33,13 +33,12 @@ from agentjet.client import AsyncSwarm
 from agentjet.errors import AgentJetError, ConfigError
 from agentjet.protocol import EpisodeList, Event
 from agentjet.research.arm_process import ArmClient, ArmFailed
-from agentjet.research.models import Outcome, Trial
+from agentjet.research.diagnosis import Signals, held_out_counts
+from agentjet.research.models import Address, Outcome, Trial
 from agentjet.research.records import Setting, canonical
-from agentjet.research.run_record import RunRecord, Signals, held_out_counts, scoring
-from agentjet.research.servers import Address, RunningServer, ServerUnavailable, check_weights
 from agentjet.research.subject import Subject
-from agentjet.research.swarm_runner import MAX_SERVINGS, SwarmRunner
-from agentjet.research.trial_process import TrialOrder, TrialProcess, weight_changes
+from agentjet.research.swarm_runner import MAX_SERVINGS, RunningServer, ServerUnavailable, SwarmRunner, check_weights
+from agentjet.research.trial_process import RunRecord, TrialOrder, TrialProcess, scoring, weight_changes
 
 SUBJECT = Subject("m", "examples/digits/agent.py:agent", "a.jsonl", "b.jsonl", settings={"job.group_size": 4}, steps=9)
 TRIAL = Trial("s", "a", {"job.optimizer.lr": 0.5}, 7, "confirm", 1 / 3)

@@ -10,8 +10,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from agentjet.timeline.deal import part_of
-from agentjet.timeline.forest import Forest, Row, ancestors, build_forest, call_row
+from agentjet.timeline.forest import Forest, Row, ancestors, build_forest, call_row, part_of
 
 
 def rows(groups: int, repeats: int, shared: int, lengths: tuple[int, int], seed: int = 0) -> list[Row]:

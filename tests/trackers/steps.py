@@ -14,8 +14,7 @@ from types import FrameType
 from typing import Any
 
 import agentjet.trackers
-from agentjet.trackers import Follower, Sink, TrackedStep, Tracker, open_tracker
-from agentjet.trackers.sinks import opened
+from agentjet.trackers import Follower, Sink, TrackedStep, Tracker, open_tracker, opened
 
 Rows = list[tuple[int, dict[str, float]]]
 """What a tracker has: version and values."""

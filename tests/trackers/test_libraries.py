@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from agentjet.trackers.sinks import (
+from agentjet.trackers import (
     Run,
     TrackedStep,
     id_of_run,

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from agentjet.errors import ConfigError
-from agentjet.trackers import Run
-from agentjet.trackers.sinks import KINDS, open_tracker
+from agentjet.trackers import KINDS, Run, open_tracker
 
 MINE = """
 class Mine:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import httpx
 
     from agentjet.client import Swarm
-    from agentjet.research.report.view import StudyView
+    from agentjet.research.report.facts import StudyView
     from agentjet.server.app import Forward
     from agentjet.server.read import RunReader
 
@@ -104,7 +104,7 @@ class RecordedStudy:
 
     def _view(self) -> StudyView:
         from agentjet.research.journal import StudyFolder
-        from agentjet.research.report.view import read_study
+        from agentjet.research.report.facts import read_study
 
         return read_study(StudyFolder(self._folder))
 
@@ -119,9 +119,7 @@ class RemoteRun:
         self.title = url
         once = Retry(patience=0.0, first_patience=0.0)
         self._connection = Connection(load_settings(url, token), retry=once, transport=transport)
-
-    async def close(self) -> None:
-        await self._connection.close()
+        self.close = self._connection.close
 
     async def status(self) -> StatusResponse:
         return StatusResponse.model_validate(await self.read("/status"))

@@ -143,7 +143,7 @@ def summary(recipe: type[Recipe]) -> str:
 
 def parameters(component: type[Component], prefix: str = "") -> Iterator[tuple[str, str, str, str]]:
     """Yields name, default, type and meaning of each parameter. Those of an inner part have its name in front."""
-    from agentjet.config.reference import toml, type_of
+    from agentjet.config.loader import toml, type_of
     from agentjet.recipes.recipe import Component
 
     for name, field in component.parameters():

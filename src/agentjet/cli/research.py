@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from agentjet.research.journal import JournalEntry, StudyLog
     from agentjet.research.models import Finding, Outcome
     from agentjet.research.records import Setting
-    from agentjet.research.servers import RunningServer, ServerSlot
     from agentjet.research.subject import Subject
+    from agentjet.research.swarm_runner import RunningServer, ServerSlot
 
 Folder = Annotated[Path, Argument(metavar="FOLDER", help="Folder of the study or campaign.")]
 CampaignFolder = Annotated[Path, Argument(metavar="CAMPAIGN", help="Folder of the campaign.")]
@@ -65,7 +65,7 @@ class Servers:
 
     def slots(self) -> Sequence[ServerSlot]:
         """The servers of `--server`, which must answer; or those to start on this machine. Raises `ConfigError`."""
-        from agentjet.research.servers import SharedServerSlot
+        from agentjet.research.swarm_runner import SharedServerSlot
 
         urls, token_files = self.server or [], self.admin_token_file or []
         if len(urls) != len(token_files):
@@ -171,6 +171,7 @@ def new(
 
     Read plan.md in the folder, then run it with `agentjet research run FOLDER`.
     """
+    from agentjet.config.loader import parse_overrides
     from agentjet.research.journal import StudyFolder
     from agentjet.research.plan import plan, read_space
     from agentjet.research.report import plan_page
@@ -187,7 +188,7 @@ def new(
             tasks=tasks,
             held_out=held_out,
             evaluator=evaluator,
-            settings=overrides_of(base or []),
+            settings=dict(parse_overrides(base or [])),
             steps=steps,
             evaluations=min(4, steps),
             repeats=repeats,
@@ -218,19 +219,6 @@ def fixed(subject: Subject) -> Subject:
     return subject.with_hashes()
 
 
-def overrides_of(overrides: list[str]) -> dict[str, Any]:
-    """Parses `section.setting=value` without checks against other settings. Raises `ConfigError`."""
-    from agentjet.config.loader import parse_value
-
-    found = {}
-    for override in overrides:
-        name, equals, text = override.partition("=")
-        if not equals:
-            raise ConfigError(f"--set {override!r} is not of the form section.setting=value, such as job.batch_size=4")
-        found[name.strip()] = parse_value(text)
-    return found
-
-
 def run(folder: Folder, servers: Servers) -> None:
     """Run a study, or continue one that was interrupted or killed. Ctrl-C stops it; the same command continues.
 
@@ -238,7 +226,7 @@ def run(folder: Folder, servers: Servers) -> None:
     At the end the report is in the folder.
     """
     from agentjet.research.journal import StudyFolder
-    from agentjet.research.servers import check_arms
+    from agentjet.research.swarm_runner import check_arms
 
     slots = servers.slots()
     if servers.server:
@@ -252,8 +240,7 @@ def carry_out(folder: Path, slots: Sequence[ServerSlot]) -> None:
     from agentjet.research.journal import StudyFolder, StudyLog
     from agentjet.research.report import build
     from agentjet.research.scheduler import conduct
-    from agentjet.research.servers import ServerUnavailable
-    from agentjet.research.swarm_runner import SwarmRunner
+    from agentjet.research.swarm_runner import ServerUnavailable, SwarmRunner
 
     files, again = StudyFolder(folder), f"agentjet research run {shlex.quote(str(folder))}"
     study = files.study()
@@ -284,7 +271,7 @@ def carry_out(folder: Path, slots: Sequence[ServerSlot]) -> None:
 
 def summary(log: StudyLog) -> dict[str, Any]:
     """Summary for `status --json`."""
-    from agentjet.research.report.view import StudyView
+    from agentjet.research.report.facts import StudyView
 
     if log.study is None:
         return {"stage": "planned"}
@@ -379,7 +366,7 @@ def finding_message(log: StudyLog, finding: Finding) -> str:
 
 # ---- campaigns -------------------------------------------------------------------------------------------------------
 
-UNFENCED = "this kernel has no Landlock (Linux 5.13), so the arms' code runs with the rights of this user"
+UNSANDBOXED = "this kernel has no Landlock (Linux 5.13), so the arms' code runs with the rights of this user"
 
 
 @dataclass(frozen=True)
@@ -411,7 +398,7 @@ class Proposers:
         return [*self._language_models(folder), *self._coding_agents()]
 
     def _language_models(self, folder: Path) -> Iterator[Proposer]:
-        from agentjet.research.campaign.llm import LanguageModel, LlmEndpoint, Played, replies_in
+        from agentjet.research.campaign.proposers import LanguageModel, LlmEndpoint, ReplayedModel, replies_in
 
         llm, record = self.llm, folder / "llm.jsonl"
         if self.papers is not None and not self.papers.is_dir():
@@ -424,7 +411,7 @@ class Proposers:
                 raise ConfigError(f"--llm {llm} is a record of answers: omit --llm-model and --llm-key-file")
             if not replies_in(Path(llm)):
                 raise ConfigError(f"--llm {llm}: the record has no answers")
-            played = Played(Path(llm), before=len(replies_in(record)) if record.exists() else 0)
+            played = ReplayedModel(Path(llm), before=len(replies_in(record)) if record.exists() else 0)
             limit = f"the answers of the language model were played from a record, {Path(llm).name}; no model was asked"
             yield LanguageModel(played, record, self.papers, limit=limit)
         elif not llm.startswith(("http://", "https://")):
@@ -436,7 +423,7 @@ class Proposers:
             yield LanguageModel(LlmEndpoint(llm, self.llm_model, key, self.llm_api), record, self.papers)
 
     def _coding_agents(self) -> Iterator[Proposer]:
-        from agentjet.research.campaign.coding_agent import CodingAgent
+        from agentjet.research.campaign.proposers import CodingAgent
 
         names = self.agent_env or []
         if self.agent_cli is None:
@@ -486,8 +473,7 @@ def start(
     from agentjet.config.loader import check_model_name
     from agentjet.research.campaign.campaign import Question
     from agentjet.research.campaign.models import Budget
-    from agentjet.research.campaign.subject_file import read_subject
-    from agentjet.research.campaign.subject_repo import SubjectRepo
+    from agentjet.research.campaign.subject_repo import SubjectRepo, read_subject
     from agentjet.research.journal import StudyFolder
 
     check_topic(topic, is_read=proposers.llm is not None or proposers.agent_cli is not None)
@@ -532,7 +518,7 @@ def conduct(
 ) -> None:
     """Runs a campaign from where its notebook stands to the report. A new one has a `question`."""
     from agentjet.client.threads import raise_on_signals
-    from agentjet.research import fence
+    from agentjet.research import landlock
     from agentjet.research.campaign.campaign import Campaign, Question
     from agentjet.research.campaign.notebook import Notebook
     from agentjet.research.campaign.report import build
@@ -554,7 +540,7 @@ def conduct(
             SwarmRunner(repo.subject_of, folder, slots, typer.echo) as runner,
         ):
             limits = [
-                *(() if fence.version() else (UNFENCED,)),
+                *(() if landlock.version() else (UNSANDBOXED,)),
                 *filter(None, (getattr(p, "limit", "") for p in proposers)),
             ]
             for limit in limits:
@@ -662,7 +648,8 @@ class LocalServerSlot:
 
     @contextmanager
     def serve(self, run: Path, settings: Setting, stopping: Event) -> Iterator[RunningServer]:
-        from agentjet.research.servers import Address, RunningServer, check_not_stopping
+        from agentjet.research.models import Address
+        from agentjet.research.swarm_runner import RunningServer, check_not_stopping
 
         data_dir = run / "server"
         wait_until_free(data_dir, stopping)

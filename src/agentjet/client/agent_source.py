@@ -446,6 +446,7 @@ class ModuleSource:
         kind = "folder" if root == self._file.parent and self._file.name != "__init__.py" else "package"
         why = f"the {kind} of {self._file.relative_to(root)}"
         self._folder = CodeFolder(root, frozenset({self._file}) if _is_library(root) else None, why)
+        self.described = self._folder.described
         if script := _file_of(sys.modules["__main__"]):
             self._folder.unwatched[script.absolute()] = "the running script: start it again after an edit"
         self._copies = Path(tempfile.mkdtemp(prefix="agentjet-code-"))
@@ -458,9 +459,6 @@ class ModuleSource:
 
     def stamp(self) -> Stamp:
         return self._folder.listing().stamp
-
-    def described(self) -> str:
-        return self._folder.described()
 
     def load(self) -> AgentVersion:
         """Copies the files and imports the agent's module from the copy, with those that it imports.

@@ -31,18 +31,6 @@ from agentjet.client.episode import (
     episode_path,
     finish_body,
 )
-from agentjet.client.evaluation import (
-    CHECKPOINT_WAIT,
-    EVAL_WAIT,
-    PIN_TASK_ID,
-    HeldOutEvaluations,
-    check_held_out,
-    pin_policy_version,
-    record_if_possible,
-    record_score,
-    run_evaluation,
-    trained_held_out,
-)
 from agentjet.client.inputs import (
     ONE_TASK_SET,
     build_request,
@@ -59,7 +47,22 @@ from agentjet.client.live_reload import first_version
 from agentjet.client.report import EvalReport, TrainReport
 from agentjet.client.rollout import Agent, RolloutSpec, TaskStream
 from agentjet.client.threads import LoopThread, raise_on_signals
-from agentjet.client.training import SftReport, SftTraining, Training, checked_demonstrations
+from agentjet.client.training import (
+    CHECKPOINT_WAIT,
+    EVAL_WAIT,
+    PIN_TASK_ID,
+    HeldOutEvaluations,
+    SftReport,
+    SftTraining,
+    Training,
+    check_held_out,
+    checked_demonstrations,
+    pin_policy_version,
+    record_if_possible,
+    record_score,
+    run_evaluation,
+    trained_held_out,
+)
 from agentjet.errors import AgentJetError
 from agentjet.protocol import EpisodeFilters, EpisodeView, Event
 from agentjet.types import DEFAULT_RUN, Mode, Task
@@ -381,7 +384,7 @@ class AsyncSwarm:
 
     async def status(self) -> protocol.StatusResponse:
         """The server's present status."""
-        return await self.connection.status()
+        return await self._read(protocol.StatusResponse, "/status")
 
     async def health(self) -> protocol.HealthView:
         """The trend of the training reward, and the health rules with their results."""
@@ -609,18 +612,17 @@ class Swarm:
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         named = {"client_id": client_id, "instance_id": instance_id}
-        self._client = AsyncSwarm(url, token, **named, retry=retry, transport=transport)
-        self._loop = LoopThread()
+        self._use(AsyncSwarm(url, token, **named, retry=retry, transport=transport))
 
-    @property
-    def url(self) -> str:
+    def _use(self, client: AsyncSwarm) -> None:
+        self._client, self._loop = client, LoopThread()
+        self.url: str = client.url
         """The server's address."""
-        return self._client.url
 
     def of_run(self, name: str, token: str | None = None) -> Swarm:
         """See `AsyncSwarm.of_run`."""
         swarm = Swarm.__new__(Swarm)
-        swarm._client, swarm._loop = self._client.of_run(name, token), LoopThread()
+        swarm._use(self._client.of_run(name, token))
         return swarm
 
     begin = blocking_begin(AsyncSwarm.begin)

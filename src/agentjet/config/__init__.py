@@ -1,16 +1,25 @@
 """Settings: the schema, its loader and its reference. The only package of the server that reads the environment."""
 
-from agentjet.config.job import JobConfig, OptimizerConfig, SideCallRule, unknown_policy
-from agentjet.config.loader import check_models, first_mistake, load_config, parse_config, server_token
-from agentjet.config.reference import changed_settings, settings_table
+from agentjet.config.loader import (
+    changed_settings,
+    check_models,
+    first_mistake,
+    load_config,
+    parse_config,
+    server_token,
+    settings_table,
+)
 from agentjet.config.schema import (
     ComputeConfig,
+    JobConfig,
     LoraConfig,
     ModelConfig,
+    OptimizerConfig,
     PolicyConfig,
     SamplerConfig,
     ServeConfig,
     ServerConfig,
+    SideCallRule,
     bfloat16_is_faster,
 )
 
@@ -33,5 +42,4 @@ __all__ = [
     "load_config",
     "server_token",
     "settings_table",
-    "unknown_policy",
 ]

@@ -1,6 +1,7 @@
-"""Loads settings from a TOML file and `--set a.b=c`, which wins. `server_token` reads the environment.
+"""Loads settings from a TOML file and `--set a.b=c`, which wins; and the reference of all settings, from the schema.
 
-A `ConfigError` names the key, its value, its source and the way out; for an unknown key, the nearest known one.
+`server_token` reads the environment. A `ConfigError` names the key, its value, its source and the way out; for an
+unknown key, the nearest known one.
 """
 
 from __future__ import annotations
@@ -9,18 +10,141 @@ import os
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from inspect import cleandoc
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, TypeGuard, get_args, get_origin
 
 from pydantic import ValidationError
-from pydantic_core import ErrorDetails
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails, PydanticUndefined
 
-from agentjet.config.reference import sections, settings
-from agentjet.config.schema import ModelConfig, ServeConfig
+from agentjet.config.schema import JobConfig, ModelConfig, ServeConfig, SideCallRule
 from agentjet.errors import ConfigError, nearest_name
 from agentjet.recipes import registry
 from agentjet.section import Section
-from agentjet.types import CheckpointName
+from agentjet.types import CheckpointName, SamplerBounds
+
+# ---- the reference ---------------------------------------------------------------------------------------------------
+
+BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+TYPES = {
+    int: "integer",
+    float: "number",
+    str: "text",
+    bool: "true or false",
+    Path: "path",
+    SamplerBounds: "integer or range",
+}
+
+
+def is_section(annotation: Any) -> TypeGuard[type[Section]]:
+    return isinstance(annotation, type) and issubclass(annotation, Section)
+
+
+def _inner_section(annotation: Any) -> tuple[type[Section], str] | None:
+    """Returns the section in the type of a setting, and what follows the name of the setting: `.NAME` in a table."""
+    if is_section(annotation):
+        return annotation, ""
+    origin, inner = get_origin(annotation), [part for part in get_args(annotation) if is_section(part)]
+    return (inner[0], ".NAME" if origin is dict else "") if inner else None
+
+
+def sections(schema: type[Section] = ServeConfig, prefix: str = "") -> Iterator[tuple[str, type[Section]]]:
+    """Yields every section with its dotted name, outer sections first. `NAME` is a name that the user chooses."""
+    for name, field in schema.model_fields.items():
+        if (found := _inner_section(field.annotation)) is not None:
+            section, suffix = found
+            yield f"{prefix}{name}{suffix}", section
+            yield from sections(section, f"{prefix}{name}{suffix}.")
+
+
+def settings(section: type[Section]) -> Iterator[tuple[str, FieldInfo]]:
+    """Returns the settings of a section, without its inner sections."""
+    return ((name, field) for name, field in section.model_fields.items() if not is_section(field.annotation))
+
+
+def changed_settings(before: JobConfig, after: JobConfig) -> list[str]:
+    """Returns one message for each job setting that differs."""
+    values = [dict(leaves(job.model_dump(mode="json"), "job.")) for job in (before, after)]
+    names = dict.fromkeys([*values[0], *values[1]])
+    both = [(name, *(toml(one[name]) if name in one else "not set" for one in values)) for name in names]
+    return [f"{name} was {old} and is {new}" for name, old, new in both if old != new]
+
+
+def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the settings of nested tables by their dotted names."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def settings_table() -> str:
+    """Returns `docs/settings.md` without its title: one Markdown table for each section."""
+    parts, shown = [], dict[type[Section], str]()
+    for prefix, section in sections():
+        shown.setdefault(section, prefix)
+    for section, prefix in shown.items():
+        head = f"[[{prefix}]]" if section is SideCallRule else f"[{prefix}]"
+        lines = [f"## `{head}`", "", cleandoc(section.__doc__ or ""), ""]
+        lines += ["| setting | type | default | meaning |", "|---|---|---|---|"]
+        for name, field in settings(section):
+            default = f"`{toml(field.default)}`"
+            lines.append(f"| `{name}` | {type_of(field)} | {default} | {_cell(field.description or '')} |")
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts) + "\n"
+
+
+def type_of(field: FieldInfo) -> str:
+    """Returns the type of a setting and its bounds, as the reference shows them."""
+    if get_origin(field.annotation) is Literal:
+        return ", ".join(f"`{choice}`" for choice in get_args(field.annotation))
+    origin = get_origin(field.annotation)
+    if origin in (tuple, dict) and _inner_section(field.annotation):
+        return "list of tables" if origin is tuple else "table of tables"
+    if origin is tuple and (inner := _plain(get_args(field.annotation)[0])) in TYPES:
+        return f"list of {TYPES[inner]}"
+    if origin is tuple:
+        return f"list of {', '.join(f'`{choice}`' for choice in get_args(get_args(field.annotation)[0]))}"
+    if origin is dict:
+        return "table of numbers > 0"
+    bounds = [
+        f"{sign} {getattr(rule, name):g}"
+        for rule in field.metadata
+        for name, sign in BOUNDS.items()
+        if hasattr(rule, name)
+    ]
+    if not isinstance(field.annotation, type):
+        return "table"
+    return " ".join([TYPES[field.annotation], ", ".join(bounds)]).strip()
+
+
+def _plain(annotation: Any) -> Any:
+    """Returns a type without its bounds."""
+    return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
+
+
+def toml(value: object) -> str:
+    """Returns a default as TOML."""
+    if value is PydanticUndefined:
+        return "required"
+    if value is None:
+        return "not set"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return str(list(value))
+    if isinstance(value, dict) and value:
+        return f"{{ {', '.join(f'{key} = {toml(one)}' for key, one in value.items())} }}"
+    return f'"{value}"' if isinstance(value, str | Path) else str(value)
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+# ---- loading ---------------------------------------------------------------------------------------------------------
 
 _SHAPES = {
     "tuple_type": "input should be a list, such as [1, 2]",
@@ -38,14 +162,19 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> ServeConfig
     """Returns the settings of a server from a file and `a.b=c` overrides. Raises `ConfigError`."""
     values = {} if path is None else read_toml(path)
     origins = dict.fromkeys(_keys(values), str(path))
-    for override in overrides:
-        key, equals, text = override.partition("=")
-        key = key.strip()
-        if not equals or not key:
-            raise ConfigError(f"--set {override!r} is not of the form section.setting=value, such as job.batch_size=4")
-        _assign(values, key, parse_value(text))
+    for key, value in parse_overrides(overrides):
+        _assign(values, key, value)
         origins[key] = "--set"
     return _validate(values, origins)
+
+
+def parse_overrides(overrides: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """Yields the names and values of `--set` options, unchecked. Raises `ConfigError`."""
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals or not key.strip():
+            raise ConfigError(f"--set {override!r} is not of the form section.setting=value, such as job.batch_size=4")
+        yield key.strip(), parse_value(text)
 
 
 def parse_config(settings: Mapping[str, Any], origin: str = "") -> ServeConfig:

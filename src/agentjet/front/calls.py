@@ -52,7 +52,7 @@ from agentjet.front.concurrency import Gate, GroupCommit, offload
 from agentjet.front.prompts import CompletionParser, Prompt, TokenLogprob, num_characters, prepare_prompt
 from agentjet.front.tracing import Tracing
 from agentjet.rendering import Renderer
-from agentjet.rendering.grammar_trial import GrammarTrials
+from agentjet.rendering.grammar import GrammarTrials
 from agentjet.swarm import EpisodeRecord
 from agentjet.swarm.journal import encode_call
 from agentjet.timeline import ConversationTree

@@ -67,7 +67,7 @@ def _of_names(model_name: str, templates: Mapping[str, str]) -> str:
 
 
 def _tool_format(template: str) -> str:
-    """Returns the tool format of a template (see `parser`), or "" if it has no tools or an unknown format."""
+    """Returns the tool format of a template (see `grammar`), or "" if it has no tools or an unknown format."""
     if "tools" not in template:
         return ""
     if "<tool_call>" in template and "<function=" not in template:

@@ -23,8 +23,7 @@ from typing import Any
 
 from agentjet.errors import ConfigError, InvalidRequest
 from agentjet.rendering.chat_template import MARK, OWN_VARIABLES, BodySlot, ChatTemplate, Rendered
-from agentjet.rendering.grammar import OutputStyle
-from agentjet.rendering.parser import MARKERS, TOOL_FORMATS, parse_completion
+from agentjet.rendering.grammar import MARKERS, TOOL_FORMATS, OutputStyle, parse_completion
 from agentjet.rendering.vocabulary import TextStream, Vocabulary, escape
 from agentjet.types import Conversation, Message, ModelInfo, ToolCall
 
@@ -39,7 +38,7 @@ class Renderer:
         self.model = model_info
         vocabulary = self._vocabulary = Vocabulary(model_info.tokenizer_path, visible=MARKERS)
         self.pieces, self.show = vocabulary.pieces, vocabulary.show
-        self.counted_lower_bound = vocabulary.counted_lower_bound
+        self.tokenize, self.counted_lower_bound = vocabulary.tokenize, vocabulary.counted_lower_bound
         self._control = {token.literal: token for token in self._vocabulary.control.values()}
         self._escapes = {literal: escape(token.id) for literal, token in self._control.items()}
         self._strips_left = {literal for literal, token in self._control.items() if token.strips_left}
@@ -189,16 +188,12 @@ class Renderer:
         text = "".join(rendered.texts)
         return frozenset(i for i, mark in marks.items() if mark in text)
 
-    def tokenize(self, encoded: bytes) -> tuple[int, ...]:
-        """Returns the token ids of encoded text: escapes become control tokens, the rest ordinary tokens."""
-        return self._vocabulary.tokenize(encoded)
-
     def encode_tokens(self, token_ids: Sequence[int]) -> bytes:
         """Returns the exact encoded text of tokens."""
         return b"".join(self._vocabulary.pieces(token_ids))
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """Returns text without special tokens, except those in `parser.MARKERS`; replaces incomplete characters."""
+        """Returns text without special tokens, except those in `grammar.MARKERS`; replaces incomplete characters."""
         return b"".join(map(self._vocabulary.displayed_bytes, token_ids)).decode(errors="replace")
 
     @property

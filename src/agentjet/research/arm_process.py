@@ -4,7 +4,7 @@ It loads the arm's agent and training tasks, trains, and plays held-out tasks fo
 Orders are JSON lines on standard input, answers are JSON lines on standard output. The first order is an `ArmOrder`.
 Output of the agent goes to standard error. The process ends when its standard input closes.
 
-`ArmClient` is the other side. With `ArmOrder.readable` the process runs behind a fence: it reads these folders, Python
+`ArmClient` is the other side. With `ArmOrder.readable` the process is sandboxed: it reads these folders, Python
 and the system, and writes to `ArmOrder.folder` only.
 """
 
@@ -23,14 +23,14 @@ from pathlib import Path
 from typing import Any
 
 import agentjet
-from agentjet.client import AsyncSwarm
 from agentjet.client.agent_source import load_function
 from agentjet.client.report import rows
 from agentjet.client.rollout import Agent, AgentFailing
+from agentjet.client.swarm_client import AsyncSwarm
 from agentjet.errors import AgentJetError, ConfigError
-from agentjet.research import fence
+from agentjet.research import landlock
+from agentjet.research.models import Address
 from agentjet.research.records import Record, canonical
-from agentjet.research.servers import Address
 from agentjet.research.subject import Message, load_agent, load_tasks, located
 from agentjet.types import Task
 
@@ -40,7 +40,7 @@ LONGEST_ANSWER = 64 << 20
 LONGEST_OUTPUT = 64 << 20
 """Bytes of what the agent prints. They go to the trial's log, so an endless print would fill the disk."""
 KEPT = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "OMP_NUM_THREADS")
-"""Environment variables of a fenced process. Others may hold keys."""
+"""Environment variables of a sandboxed process. Others may hold keys."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ class ArmOrder(Record):
     reward: str = ""
     """Pays the training episodes in place of what the agent returns: `reward(task, messages)`."""
     folder: str = ""
-    """The only folder to which a fenced process writes."""
+    """The only folder to which a sandboxed process writes."""
     readable: tuple[str, ...] = ()
-    """Folders that a fenced process reads; the first is its working directory. Empty: no fence."""
+    """Folders that a sandboxed process reads; the first is its working directory. Empty: it is not sandboxed."""
 
 
 class ArmFailed(AgentJetError):
@@ -260,9 +260,9 @@ async def started(order: ArmOrder) -> AsyncIterator[ArmClient]:
             "cwd": order.readable[0],
             "env": {name: os.environ[name] for name in KEPT if name in os.environ} | own,
         }
-        if fence.version():
+        if landlock.version():
             libraries = (Path(sys.prefix), Path(agentjet.__file__).resolve().parents[1])
-            command = fence.fenced(command, home, [*map(Path, order.readable), *libraries])
+            command = landlock.sandboxed(command, home, [*map(Path, order.readable), *libraries])
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(
         *command, stdin=pipe, stdout=pipe, stderr=pipe, limit=LONGEST_ANSWER, **options

@@ -22,15 +22,79 @@ import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from importlib.resources import files as package_files
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
 from agentjet.research.journal import StudyLog
 from agentjet.research.models import Diagnosis, Outcome, Trial
 from agentjet.research.records import canonical
-from agentjet.research.run_record import FEWEST, Floats, Signals, holds_since, last, opening
+
+# ---- signals ---------------------------------------------------------------------------------------------------------
+
+PLAYS = "held_out/plays"
+FAILED = "held_out/failed"
+MANY_FAILED = 0.1
+"""Above this share of failed episodes the verdict carries a note, because the score may come from a selection."""
+Floats = NDArray[np.float64]
+FEWEST = 3
+"""Minimum steps that a symptom lasts."""
+
+
+class Signals(dict[str, Floats]):
+    """Arrays (T,) by name: NaN for a step without a value, empty for a signal that was never reported."""
+
+    def __init__(self, reported: Mapping[str, Sequence[float | None]]) -> None:
+        super().__init__(
+            (name, np.array([np.nan if value is None else value for value in values], np.float64))
+            for name, values in reported.items()
+        )
+
+    def __missing__(self, name: str) -> Floats:
+        return np.empty(0)
+
+
+def opening(values: Floats) -> Floats:
+    """Finite values in the first third of the run."""
+    values = values[: len(values) // 3]
+    return values[np.isfinite(values)]
+
+
+def last(values: Floats) -> Floats:
+    """The last third."""
+    return values[-max(FEWEST, len(values) // 3) :]
+
+
+def holds_since(holds: NDArray[np.bool_]) -> int | None:
+    """First step from which the condition holds to the end. None if that is shorter than a ninth of the run."""
+    broken = np.flatnonzero(~holds)
+    begin = int(broken[-1]) + 1 if len(broken) else 0
+    return begin if len(holds) - begin >= max(FEWEST, len(holds) // 9) else None
+
+
+class HeldOutCounts(NamedTuple):
+    """Number of held-out episodes, and of those that failed."""
+
+    num: int = 0
+    failed: int = 0
+
+    @property
+    def share(self) -> float:
+        return self.failed / self.num if self.num else 0.0
+
+
+def held_out_counts(outcomes: Iterable[Outcome]) -> HeldOutCounts:
+    """Counts of the last evaluations, which are the scores."""
+    ended = list(outcomes)
+    num, failed = (
+        sum(int((outcome.signals.get(name) or (0,))[-1] or 0) for outcome in ended) for name in (PLAYS, FAILED)
+    )
+    return HeldOutCounts(num, failed)
+
+
+# ---- causes ----------------------------------------------------------------------------------------------------------
 
 OPERATORS: Mapping[str, Callable[[float, float], bool]] = {">": operator.gt, "<": operator.lt}
 Facts = Mapping[str, float]

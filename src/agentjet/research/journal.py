@@ -81,6 +81,7 @@ class StudyJournal:
         self.file, self._now, self.notify = file, now, notify
         self.entries: list[JournalEntry] = []
         self._by_key: dict[str, JournalEntry] = {}
+        self.known = self._by_key.get
         self._lock, self._database = -1, None
         if file is not None:
             try:
@@ -142,9 +143,6 @@ class StudyJournal:
         self._add(made)
         self.notify(made)
         return made
-
-    def known(self, key: str) -> JournalEntry | None:
-        return self._by_key.get(key)
 
     def of(self, *kinds: str) -> list[JournalEntry]:
         return [entry for entry in self.entries if entry.kind in kinds]

@@ -199,7 +199,7 @@ class Outcome(Record):
     settings: Setting = field(default_factory=dict)
     """The settings in effect on the server. Empty if the runner does not report them."""
     facts: Mapping[str, float] = field(default_factory=dict)
-    """Further numbers: see `agentjet.research.diagnosis`; of judged subjects: `agentjet.research.judged_episodes`."""
+    """Further numbers: see `agentjet.research.diagnosis`; of judged subjects: `JudgedEpisodes`."""
     note: str = ""
     transcripts: tuple[Transcript, ...] = ()
     """Best, median and worst training episodes of a judged subject."""
@@ -252,6 +252,14 @@ class Finding(Record):
     settings: Mapping[str, Setting] = field(default_factory=dict)
     """By arm, the setting that was judged."""
     trials: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Address(Record):
+    """URL of a run, and the client token or the admin token."""
+
+    url: str
+    token: str
 
 
 class Refused(AgentJetError):

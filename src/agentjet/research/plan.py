@@ -27,8 +27,8 @@ from agentjet.errors import ConfigError
 from agentjet.research.models import Arm, Hypothesis, Knob, Study
 from agentjet.research.records import ARM_NAME, Setting, Value, mistake, refuse
 from agentjet.research.scheduler import estimate_cost
-from agentjet.research.servers import check_changes
 from agentjet.research.subject import Subject
+from agentjet.research.swarm_runner import check_changes
 
 METRIC = "mean reward on the held-out tasks, at the last step"
 SESOI = 0.02

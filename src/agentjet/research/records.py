@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, ClassVar, Self
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -17,14 +17,11 @@ Value = bool | int | float | str
 Setting = Mapping[str, Value]
 """Settings by name, such as `job.optimizer.lr`, as `agentjet serve --set` takes them."""
 
-ADAPTERS: dict[type, TypeAdapter[Any]] = {}
 
-
+@cache
 def adapter(kind: type) -> TypeAdapter[Any]:
-    """Cached per class, because building an adapter takes a millisecond."""
-    if kind not in ADAPTERS:
-        ADAPTERS[kind] = TypeAdapter(kind)
-    return ADAPTERS[kind]
+    """Cached, because building an adapter takes a millisecond."""
+    return TypeAdapter(kind)
 
 
 class Record:
@@ -42,19 +39,11 @@ class Record:
     def from_json(cls, content: object) -> Self:
         """Raises `ConfigError` naming the first invalid field."""
         try:
-            checked: Self = adapter(cls).validate_json(canonical(content), strict=True)
+            # mypy does not see that a class is hashable.
+            checked: Self = adapter(cls).validate_json(canonical(content), strict=True)  # type: ignore[arg-type]
         except ValidationError as error:
             raise ConfigError(f"{cls.__name__}: {mistake(error)}") from None
         return checked
-
-
-def dotted(tables: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields the settings of nested tables by their dotted names."""
-    for key, value in tables.items():
-        if isinstance(value, Mapping):
-            yield from dotted(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def canonical(content: object) -> str:

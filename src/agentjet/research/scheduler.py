@@ -5,27 +5,422 @@ Tuning is successive halving (Karnin et al. 2013) that continues the survivors, 
 Halving drops slow starters. So the first arm is run in full with one seed, and rungs that would have lost a setting
 that matters are skipped for all arms. Scores from tuning choose settings and nothing else.
 
+Confirmation runs the chosen settings with fresh seeds and tests them at the declared looks. It is Holm's procedure over
+looks (Maurer and Bretz 2013): each confirmatory hypothesis is tested at its share of alpha. A supported or refuted
+hypothesis passes its share on. Equivalence is a separate family with its own alpha: a hypothesis either has an effect
+or has none, so only one of its two errors is possible.
+
+A difference can be found at any look, equivalence only at the last one. A few seeds that agree cannot exclude one in
+ten that fails. A single test needs no correction for looks. The last look uses the scores that exist, even if seeds
+were lost. Two arms without anything to learn from are not called equivalent (`nothing_to_learn`). Testing a hypothesis
+stops for futility if the last look is unlikely to decide it. That saves seeds and causes no wrong verdict.
+
 All functions depend only on the study and its outcomes. Run again over the same log, they decide the same, launch
 nothing twice, and continue where they were interrupted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise, product
 from math import ceil
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from agentjet.research.confirmation import confirm
-from agentjet.research.diagnosis import diagnose
+from agentjet.errors import AgentJetError
+from agentjet.research.diagnosis import (
+    MANY_FAILED,
+    diagnose,
+    had_nothing_to_learn,
+    held_out_counts,
+    with_dead_environment,
+)
 from agentjet.research.journal import StudyLog
-from agentjet.research.launcher import OutOfBudget, TrialLauncher, TrialRunner, seed_of
-from agentjet.research.models import Arm, Finding, Study, Trial
-from agentjet.research.records import Setting, canonical
+from agentjet.research.models import Arm, Finding, Hypothesis, Outcome, Phase, Study, Trial
+from agentjet.research.records import Setting, canonical, hash_of
+from agentjet.research.statistics import LookResult, nominal_level, predictive_power, read, welch
+
+# ---- launching and spending ------------------------------------------------------------------------------------------
+
+ROUNDING = 1e-9
+
+
+class OutOfBudget(AgentJetError):
+    """The next trials cost more than is left for their phase. None of them was launched."""
+
+
+class Spending:
+    """Full runs spent on the launched trials of a study, by phase. Repeats of lost runs are counted separately, because
+    they are not evidence.
+    """
+
+    def __init__(self, study: Study, launches: Iterable[tuple[Trial, int]] = ()) -> None:
+        """`launches` are trials in the order of their first launch, each with its number of attempts."""
+        self.budget = study.budget
+        self.for_exploring = study.budget * (1 - study.reserve)
+        self.spent: dict[Phase, float] = {"explore": 0.0, "confirm": 0.0}
+        self.repeated = 0.0
+        self._reached: dict[str, float] = {}
+        for trial, attempts in launches:
+            self.spent[trial.phase] += added_cost(self._reached, trial)
+            self.repeated += (attempts - 1) * trial.fidelity
+
+    @property
+    def total(self) -> float:
+        return sum(self.spent.values()) + self.repeated
+
+    def left(self, phase: Phase) -> float:
+        left = self.budget - self.total
+        return min(left, self.for_exploring - self.spent["explore"]) if phase == "explore" else left
+
+    def cost(self, trials: Iterable[Trial]) -> float:
+        """Returns the cost that these trials would add, in this order."""
+        reached = dict(self._reached)
+        return sum(added_cost(reached, trial) for trial in trials)
+
+
+def added_cost(reached: dict[str, float], trial: Trial) -> float:
+    """Returns the cost that a trial adds to the run it continues, and updates `reached`."""
+    before = reached.get(trial.run, 0.0)
+    reached[trial.run] = max(before, trial.fidelity)
+    return max(0.0, trial.fidelity - before)
+
+
+def seed_of(study: Study, phase: Phase, number: int) -> int:
+    """Derives a 31-bit seed from the study, so that a re-run uses the same seeds and phases share none. Arms share the
+    seeds of a phase, so that random tasks are the same on both sides.
+    """
+    return int(hash_of([study.id, phase, number])[:8], 16) >> 1
+
+
+MAX_ATTEMPTS = 3
+"""Maximum launches of a trial that the infrastructure keeps losing."""
+
+
+class TrialRunner(Protocol):
+    """Runs trials. It keeps launches under their keys across restarts of the caller. It continues the shorter run of
+    the same arm, setting and seed, if there is one.
+    """
+
+    def has(self, key: str) -> bool:
+        """True if a launch under this key was accepted."""
+        ...
+
+    def launch(self, key: str, trial: Trial) -> None:
+        """Starts a trial. Returns once `has(key)` is durably true."""
+        ...
+
+    def collect(self, key: str) -> Outcome:
+        """Blocks until the launch under the key has ended."""
+        ...
+
+
+class TrialLauncher:
+    """Launches the trials of a study once each, within its budget."""
+
+    def __init__(self, study: Study, log: StudyLog, runner: TrialRunner) -> None:
+        log.open_study(study)
+        self.study = study
+        self.log = log
+        self.runner = runner
+
+    @property
+    def spending(self) -> Spending:
+        return Spending(self.study, [(trial, self.log.attempts[name]) for name, trial in self.log.trials.items()])
+
+    def run(self, trials: list[Trial]) -> list[Outcome]:
+        """Returns outcomes of trials of one phase in the given order. Raises `OutOfBudget` before the first launch if
+        the budget cannot pay for all.
+        """
+        new = [trial for trial in trials if trial.id not in self.log.trials]
+        if new:
+            spending, phase = self.spending, new[0].phase
+            cost, left = spending.cost(new), spending.left(phase)
+            if cost > left + ROUNDING:
+                raise OutOfBudget(f"{len(trials)} trials to {phase} cost {cost:.2f} runs, and {left:.2f} are left")
+        for trial in trials:
+            self._launch(trial, attempt=1)
+        return [self._finish(trial) for trial in trials]
+
+    def _finish(self, trial: Trial) -> Outcome:
+        """Returns the first result, or the last infrastructure failure."""
+        for attempt in range(1, MAX_ATTEMPTS + 1):
+            outcome = self._outcome(trial, attempt)
+            if outcome.end != "infra_failed":
+                break
+            is_repeated = self.log.attempts[trial.id] > attempt
+            if not is_repeated and trial.fidelity > self.spending.left("confirm") + ROUNDING:
+                break
+        return outcome
+
+    def _outcome(self, trial: Trial, attempt: int) -> Outcome:
+        """Returns the outcome of one launch, from the log or from the runner."""
+        known = self.log.outcomes.get(trial.id, [])
+        if len(known) < attempt:
+            self._launch(trial, attempt)
+            outcome = with_dead_environment(self.runner.collect(launch_key(trial, attempt)))
+            assert outcome.trial == trial.id, f"the runner returned an outcome of {outcome.trial} for {trial.id}"
+            self.log.append("outcome", outcome.to_json())
+        return self.log.outcomes[trial.id][attempt - 1]
+
+    def _launch(self, trial: Trial, attempt: int) -> None:
+        """Launches exactly once, also after a crash in between."""
+        key = launch_key(trial, attempt)
+        if self.log.attempts.get(trial.id, 0) < attempt:
+            self.log.append("intent", {"key": key, "trial": trial.to_json()})
+        if len(self.log.outcomes.get(trial.id, [])) < attempt and not self.runner.has(key):
+            self.runner.launch(key, trial)
+
+
+def launch_key(trial: Trial, attempt: int) -> str:
+    return f"{trial.id}-{attempt}"
+
+
+# ---- confirmation ----------------------------------------------------------------------------------------------------
+
+MIN_SCORES = 4
+"""Minimum scores per arm for a verdict."""
+DIRECTIONAL = ("supported", "refuted")
+DIGITS = 6
+"""Decimals in which runs must differ. Sums in another order differ in the last ones."""
+UNSEEN = "; all seeds of an arm scored the same, so the interval has what so many seeds cannot exclude"
+FUTILITY = 0.1
+"""A hypothesis is stopped if the last look would decide it with a smaller chance than this."""
+
+
+@dataclass
+class Evidence:
+    """Outcomes of the confirming trials by arm, in the order of their seeds."""
+
+    settings: Mapping[str, Setting]
+    outcomes: dict[str, list[Outcome]] = field(default_factory=dict)
+
+    def scores(self, arm: str) -> list[float]:
+        """Scores of all results, including diverged runs."""
+        return [outcome.score for outcome in self.outcomes.get(arm, []) if outcome.score is not None]
+
+    def launched(self, arm: str) -> int:
+        """Number of seeds so far, including lost ones."""
+        return len(self.outcomes.get(arm, []))
+
+    def trials(self, *arms: str) -> tuple[str, ...]:
+        return tuple(outcome.trial for arm in arms for outcome in self.outcomes.get(arm, []))
+
+
+def confirm(study: Study, settings: Mapping[str, Setting], launcher: TrialLauncher) -> list[Finding]:
+    """Returns one finding per hypothesis, in their order."""
+    launcher.log.decide("frozen", {name: dict(setting) for name, setting in sorted(settings.items())})
+    evidence = Evidence(settings)
+    findings: dict[str, Finding] = {}
+    why = ""
+    for seeds in study.looks:
+        still_open = [h for h in study.hypotheses if h.id not in findings and {h.arm, h.against} <= settings.keys()]
+        if not still_open:
+            break
+        try:
+            extend(study, evidence, still_open, seeds, launcher)
+        except OutOfBudget as refusal:
+            why = str(refusal)
+            break
+        decide_look(study, evidence, still_open, findings)
+        if seeds < study.looks[-1]:
+            stop_for_futility(study, evidence, still_open, findings)
+        at_look = {h.id: findings.get(h.id) or finding(study, evidence, h, findings) for h in still_open}
+        launcher.log.decide(f"look {seeds}", {name: found.to_json() for name, found in at_look.items()})
+        record(study, findings, launcher)
+    for hypothesis in study.hypotheses:
+        if hypothesis.id in findings:
+            continue
+        tuned = {hypothesis.arm, hypothesis.against} <= settings.keys()
+        reason = why if tuned else "the budget was too small to tune both arms"
+        findings[hypothesis.id] = finding(study, evidence, hypothesis, findings, reason)
+    record(study, findings, launcher)
+    return [findings[hypothesis.id] for hypothesis in study.hypotheses]
+
+
+def record(study: Study, findings: Mapping[str, Finding], launcher: TrialLauncher) -> None:
+    """Records each new finding, so that it is visible before the study ends."""
+    for hypothesis in study.hypotheses:
+        if hypothesis.id in findings:
+            launcher.log.decide(f"finding {hypothesis.id}", findings[hypothesis.id].to_json(), kind="finding")
+
+
+def extend(study: Study, evidence: Evidence, hypotheses: list[Hypothesis], seeds: int, launcher: TrialLauncher) -> None:
+    """Runs every arm under test up to `seeds` seeds. Raises `OutOfBudget` before the first launch.
+
+    The order of the arms is reversed with each seed, so that changes over time affect all arms alike.
+    """
+    asked = {name for hypothesis in hypotheses for name in (hypothesis.arm, hypothesis.against)}
+    arms = [arm.name for arm in study.arms if arm.name in asked]
+    trials = [
+        Trial(study.id, arm, evidence.settings[arm], seed_of(study, "confirm", number), "confirm")
+        for number in range(seeds)
+        for arm in (reversed(arms) if number % 2 else arms)
+        if number >= evidence.launched(arm)
+    ]
+    for trial, outcome in zip(trials, launcher.run(trials), strict=True):
+        evidence.outcomes.setdefault(trial.arm, []).append(outcome)
+
+
+def decide_look(study: Study, evidence: Evidence, hypotheses: list[Hypothesis], findings: dict[str, Finding]) -> None:
+    """Adds the decisions of this look. A decision raises the shares of the others, so the test repeats until none is
+    added.
+    """
+    while True:
+        news = [finding(study, evidence, h, findings) for h in hypotheses if h.id not in findings]
+        decided = [found for found in news if found.verdict != "inconclusive"]
+        if not decided:
+            return
+        findings.update({found.hypothesis: found for found in decided})
+
+
+def stop_for_futility(
+    study: Study, evidence: Evidence, hypotheses: list[Hypothesis], findings: dict[str, Finding]
+) -> None:
+    """Closes hypotheses that even the whole alpha would hardly decide at the last look."""
+    for hypothesis in hypotheses:
+        a, b = evidence.scores(hypothesis.arm), evidence.scores(hypothesis.against)
+        if hypothesis.id in findings or min(len(a), len(b)) < MIN_SCORES:
+            continue
+        chance = predictive_power(
+            welch(a, b),
+            min(len(a), len(b)),
+            study.looks[-1],
+            sesoi=study.sesoi,
+            difference_level=nominal_level(study.looks, 2 * study.alpha),
+            equivalence_level=study.alpha,
+        )
+        if chance < FUTILITY:
+            reason = f"{study.looks[-1]} seeds would decide it with a chance of {chance:.0%} only, so they were not run"
+            findings[hypothesis.id] = finding(study, evidence, hypothesis, findings, reason)
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """Alpha of an open confirmatory hypothesis, in each of the two families."""
+
+    difference: float
+    equivalence: float
+
+
+def open_shares(study: Study, findings: Mapping[str, Finding]) -> Shares:
+    family = [h.id for h in study.hypotheses if h.confirmatory]
+    verdicts = [findings[name].verdict for name in family if name in findings]
+    called = sum(verdict in DIRECTIONAL for verdict in verdicts)
+    equivalent = verdicts.count("practically_equivalent")
+    return Shares(
+        study.alpha / max(1, len(family) - called),
+        study.alpha / max(1, len(family) - equivalent),
+    )
+
+
+def finding(
+    study: Study, evidence: Evidence, hypothesis: Hypothesis, findings: Mapping[str, Finding], reason: str = ""
+) -> Finding:
+    """Reads the scores of one hypothesis, at the share that the earlier findings leave. An exploratory one is tested at
+    the full alpha and marked as exploratory.
+    """
+    a, b = evidence.scores(hypothesis.arm), evidence.scores(hypothesis.against)
+    chosen = {
+        arm: dict(evidence.settings[arm]) for arm in (hypothesis.arm, hypothesis.against) if arm in evidence.settings
+    }
+    trials = evidence.trials(hypothesis.arm, hypothesis.against)
+    if min(len(a), len(b)) < MIN_SCORES:
+        few, arm = min((len(a), hypothesis.arm), (len(b), hypothesis.against))
+        reason = reason or f"{few} seeds of {arm!r} came back; at least {MIN_SCORES} per arm are required"
+        reason += lost_seeds(evidence, hypothesis)
+        return Finding(hypothesis.id, "inconclusive", reason, settings=chosen, trials=trials)
+    shares = open_shares(study, findings) if hypothesis.confirmatory else Shares(study.alpha, study.alpha)
+    look = max(evidence.launched(hypothesis.arm), evidence.launched(hypothesis.against))
+    untested = all(
+        nothing_to_learn(evidence.outcomes[arm], study.sesoi) for arm in (hypothesis.arm, hypothesis.against)
+    )
+    both = [outcome for arm in (hypothesis.arm, hypothesis.against) for outcome in evidence.outcomes[arm]]
+    all_scores = [score for outcome in both for score in (*outcome.curve, outcome.score) if score is not None]
+    reading = read(
+        a,
+        b,
+        sesoi=study.sesoi,
+        difference_level=nominal_level(study.looks, 2 * shares.difference),  # two-sided, and one side can err
+        equivalence_level=shares.equivalence if look >= study.looks[-1] and not untested else None,
+        different=min(different_runs(evidence.outcomes[arm]) for arm in (hypothesis.arm, hypothesis.against)),
+        span=(min(all_scores), max(all_scores)),
+    )
+    if reading.verdict == "inconclusive":
+        reason = reason or "undecided at the last look"
+        reason += remarks(reading, untested=untested)
+    else:
+        reason = f"look at {look} seeds" + ("" if hypothesis.confirmatory else ", exploratory")
+        reason += UNSEEN if reading.p_value is None else ""
+    return Finding(
+        hypothesis.id,
+        reason=reason + lost_seeds(evidence, hypothesis) + repeated_episodes(evidence, hypothesis),
+        **asdict(reading),
+        seeds=min(len(a), len(b)),
+        settings=chosen,
+        trials=trials,
+    )
+
+
+def nothing_to_learn(outcomes: list[Outcome], sesoi: float) -> bool:
+    """True if most of an arm's runs had no gradient from the start and moved no score by `sesoi`.
+
+    The scores of two such arms agree for no other reason. A run that reported no metrics does not count.
+    """
+    ended = [outcome for outcome in outcomes if outcome.score is not None]
+    still = [
+        outcome
+        for outcome in ended
+        if had_nothing_to_learn(outcome) and all(abs(value - outcome.curve[0]) < sesoi for value in outcome.curve)
+    ]
+    return 2 * len(still) > len(ended)
+
+
+def different_runs(outcomes: list[Outcome]) -> int:
+    """Number of runs with a score that differ in their curves or training rewards, at least 1. Seeds that are ignored
+    repeat one run.
+    """
+    ways = {
+        tuple(round(value or 0.0, DIGITS) for value in (*outcome.curve, *outcome.signals.get("reward/mean", ())))
+        for outcome in outcomes
+        if outcome.score is not None
+    }
+    return max(1, len(ways))
+
+
+def remarks(reading: LookResult, *, untested: bool) -> str:
+    """Explains a look that decided nothing."""
+    text = ""
+    if reading.p_value is None:
+        text += UNSEEN
+    elif reading.low == reading.high:
+        text += "; all seeds of an arm scored the same, so the effect of chance is unknown"
+    elif reading.low > 0 or reading.high < 0:
+        text += "; there is a difference, but it may be too small to matter"
+    if untested:
+        text += "; neither arm had anything to learn from, so equal scores are not evidence"
+    return text
+
+
+def lost_seeds(evidence: Evidence, hypothesis: Hypothesis) -> str:
+    """Lists seeds that the infrastructure lost for good."""
+    arms = (hypothesis.arm, hypothesis.against)
+    lost = {arm: evidence.launched(arm) - len(evidence.scores(arm)) for arm in arms}
+    counts = [f"{count} of {arm!r}" for arm, count in lost.items() if count]
+    return f"; lost seeds: {', '.join(counts)}" if counts else ""
+
+
+def repeated_episodes(evidence: Evidence, hypothesis: Hypothesis) -> str:
+    """Lists arms with many failed held-out episodes, whose scores may come from a selection."""
+    shares = {arm: held_out_counts(evidence.outcomes[arm]).share for arm in (hypothesis.arm, hypothesis.against)}
+    counts = [f"{share:.0%} of {arm!r}" for arm, share in shares.items() if share > MANY_FAILED]
+    return f"; failed and repeated held-out episodes: {', '.join(counts)}" if counts else ""
+
+
+# ---- tuning, and the whole schedule ----------------------------------------------------------------------------------
 
 ETA = 3
 """One in this many survives a rung; also the minimum number of survivors."""

@@ -71,7 +71,7 @@ class Subject(Record):
     hidden: tuple[str, ...] = ()
     """Keys of a held-out payload that only the judge reads. The agent gets those of training tasks."""
     readable: tuple[str, ...] = ()
-    """Folders that the arm's code may read, the first with the code. Empty: the code runs without a fence."""
+    """Folders that the arm's code may read, the first with the code. Empty: the code is not sandboxed."""
     equal: Equal = "episodes"
     """Amount that is the same in full runs of all arms. `steps_as` and a campaign's `Runs` keep it."""
     code: str = ""

@@ -5,7 +5,9 @@ way and at the end, and writes the outcome to a file. It is the judge's process:
 (`arm_process`). It ends when its standard input closes.
 
 The held-out tasks are played by the evaluator, an agent. If the subject is `judged`, the arm's agent plays them as it
-would be deployed, and the evaluator scores the conversations that the server recorded.
+would be deployed, and the evaluator scores the conversations that the server recorded (`JudgedEpisodes`).
+
+Each measurement is on disk at once (`RunRecord`), so that a resumed run measures nothing twice.
 """
 
 from __future__ import annotations
@@ -15,25 +17,156 @@ import fcntl
 import json
 import math
 import signal
+import statistics
 import sys
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from agentjet.client import AsyncSwarm
+from agentjet.client.swarm_client import AsyncSwarm
 from agentjet.client.threads import exit_with_parent
+from agentjet.config.loader import leaves
 from agentjet.errors import AgentJetError, ConfigError
 from agentjet.research import arm_process
-from agentjet.research.arm_process import ArmClient, ArmFailed, ArmOrder
+from agentjet.research.arm_process import ArmClient, ArmFailed, ArmOrder, conversation
+from agentjet.research.diagnosis import FAILED, PLAYS, Signals, last
 from agentjet.research.journal import write_whole
-from agentjet.research.judged_episodes import JudgedEpisodes, NotScorable
-from agentjet.research.models import End, Outcome, Trial
-from agentjet.research.records import Record, Value, canonical, dotted, hash_of, shortened
-from agentjet.research.run_record import RunRecord, Signals, last, scoring
-from agentjet.research.servers import Address
-from agentjet.research.subject import Subject
+from agentjet.research.models import Address, End, Outcome, Transcript, Trial
+from agentjet.research.records import Record, Value, canonical, hash_of, shortened
+from agentjet.research.subject import Message, Subject, one_line_at
+from agentjet.types import Task
+
+# ---- judged episodes -------------------------------------------------------------------------------------------------
+
+MAX_JUDGED = 32
+"""Maximum training episodes that the judge scores, for comparison with the training reward."""
+MAX_COUNTED = 4000
+"""Maximum training episodes that are counted by task."""
+
+
+class NotScorable(AgentJetError):
+    """The run cannot be scored."""
+
+
+class JudgedEpisodes:
+    """The evaluator of a judged subject scores the conversations that the server recorded.
+
+    The arm's agent plays the held-out tasks as it would be deployed, and what it returns does not count. At the end the
+    judge also scores the newest training episodes, for comparison with the reward that was paid.
+
+    Facts of such an outcome, beside those of `agentjet.research.diagnosis`:
+
+    * `swapped`: mean score of held-out conversations under the next task. A sound judge gives chance.
+    * `training_reward`, `judged_reward`: means of the newest training episodes.
+    * `rejected`, `overpaid`: share of these episodes that the judge scored higher, or lower, than training paid.
+    """
+
+    def __init__(self, subject: Subject, held_out: Sequence[Task], swarm: AsyncSwarm, arm: ArmClient) -> None:
+        """Raises `ConfigError` for an evaluator that cannot be loaded."""
+        self._subject, self._held_out, self._swarm, self._arm = subject, held_out, swarm, arm
+        self._judge = subject.load_judge()
+        self._swapped: list[float] = []
+
+    async def score(self, version: int, seed: int) -> HeldOutScore:
+        """Has the arm's agent play the held-out tasks. The first `repeats` episodes of a task count.
+
+        Raises `NotScorable`, and `ArmFailed` for an agent that does not call the model.
+        """
+        subject = self._subject
+        ended = await self._arm.play(
+            subject.as_deployed(self._held_out, self._arm.tasks), subject.repeats, version, seed
+        )
+        found: dict[tuple[str, str], list[str]] = {}
+        async for episode in self._swarm.all_episodes(
+            status="finished", mode="eval", sort="oldest", min_version=version, max_version=version
+        ):
+            found.setdefault((episode.task_set, episode.task_id), []).append(episode.episode_id)
+        rewards, conversations = [], []
+        for task in self._held_out:
+            of_task = found.get((task.task_set, task.id), [])[: subject.repeats]
+            if len(of_task) < subject.repeats:
+                raise NotScorable(f"held-out task {task.id!r} was not played: {ended['reason'] or 'no episode ended'}")
+            heard = [await self._conversation(episode) for episode in of_task]
+            if not all(heard):
+                raise ArmFailed(f"held-out task {task.id!r}: the agent made no call of the model")
+            rewards.append([await self._judgement(task, messages) for messages in heard])
+            conversations.append(heard[0])
+        if any(isinstance(task.payload, dict) and {*subject.hidden} & {*task.payload} for task in self._held_out):
+            await self._swap(conversations)
+        return scoring(rewards, ended["plays"])
+
+    async def _swap(self, conversations: list[list[Message]]) -> None:
+        """Scores each conversation under the next held-out task. Only tasks with hidden answers can tell them apart."""
+        self._swapped = []
+        for task, messages in zip(self._held_out, conversations[1:] + conversations[:1], strict=True):
+            with suppress(ConfigError):
+                self._swapped.append(await self._judgement(task, messages))
+
+    async def with_training(self, outcome: Outcome) -> Outcome:
+        """The outcome with rewards by task, transcripts, and facts about the training episodes."""
+        by_task: dict[str, tuple[float, float, int]] = {}
+        newest: list[dict[str, Any]] = []
+        tasks = {(task.task_set, task.id): task for task in self._arm.tasks}
+        counted = 0
+        async for episode in self._swarm.all_episodes(status="finished", mode="train"):
+            assert episode.reward is not None, "a finished episode has a reward"
+            reward, task = episode.reward, tasks.get((episode.task_set, episode.task_id))
+            least, most, number = by_task.get(episode.task_id, (reward, reward, 0))
+            by_task[episode.task_id] = min(least, reward), max(most, reward), number + 1
+            if len(newest) < MAX_JUDGED and task and (messages := await self._conversation(episode.episode_id)):
+                judged = None
+                with suppress(ConfigError):  # a judge may need what training tasks lack
+                    judged = await self._judgement(task, messages)
+                shown = self._shown(task)
+                newest.append({"task": shown, "messages": tuple(messages), "reward": reward, "judged": judged})
+            if (counted := counted + 1) >= MAX_COUNTED:
+                break
+        paid = [(one["reward"], one["judged"]) for one in newest if one["judged"] is not None]
+        facts = {"swapped": statistics.fmean(self._swapped)} if self._swapped else {}
+        if paid:
+            facts |= {
+                "training_reward": statistics.fmean(reward for reward, _ in paid),
+                "judged_reward": statistics.fmean(judged for _, judged in paid),
+                "rejected": statistics.fmean(judged > reward for reward, judged in paid),
+                "overpaid": statistics.fmean(reward > judged for reward, judged in paid),
+            }
+        return replace(outcome, facts={**outcome.facts, **facts}, transcripts=chosen(newest), by_task=by_task)
+
+    async def _judgement(self, task: Task, messages: list[Message]) -> float:
+        """Raises `ConfigError` for a judge that fails."""
+        named = f"subject.evaluator = {self._subject.evaluator!r}"
+        try:
+            score = float(await asyncio.to_thread(self._judge, task, messages))
+        except Exception as error:  # the boundary: the user's judge may raise anything
+            text = f"{named} failed at task {task.id!r}: {one_line_at(error)}"
+            raise ConfigError(f"{text}. The judge is fixed: correct it and start with another --out") from error
+        if not math.isfinite(score):
+            raise ConfigError(f"{named}: score = {score} of task {task.id!r}")
+        return score
+
+    async def _conversation(self, episode_id: str) -> list[Message]:
+        return conversation(await self._swarm.episode_tree(episode_id))
+
+    def _shown(self, task: Task) -> Any:
+        """A training task's payload without hidden keys."""
+        if not isinstance(task.payload, dict):
+            return task.payload
+        return {key: value for key, value in task.payload.items() if key not in self._subject.hidden}
+
+
+def chosen(episodes: Sequence[Mapping[str, Any]]) -> tuple[Transcript, ...]:
+    """The episodes with the highest, the median and the lowest reward; none twice."""
+    ranked = sorted(episodes, key=lambda one: -one["reward"])
+    places = {"best": ranked[:1], "median": ranked[len(ranked) // 2 :][:1] if len(ranked) > 2 else []}
+    places["worst"] = ranked[1:][-1:]
+    return tuple(Transcript(place, **one) for place, found in places.items() for one in found)  # type: ignore[arg-type]
+
+
+# ---- the process -----------------------------------------------------------------------------------------------------
 
 WRONG_STUDY = 3
 """Exit code for an error that would affect every trial. The study stops until it is fixed."""
@@ -50,6 +183,91 @@ class TrialOrder(Record):
     address: Address
     run: str
     answer: str
+
+
+class HeldOutScore(NamedTuple):
+    """Mean over the held-out tasks, its standard error and the lowest reward of an episode; and the number of episodes,
+    those that failed and were repeated included.
+    """
+
+    mean: float
+    error: float
+    least: float
+    plays: int
+    failed: int
+
+
+def scoring(rewards_by_task: Sequence[Sequence[float]], plays: int) -> HeldOutScore:
+    """The score from the rewards of the episodes that count, among so many."""
+    means = [statistics.fmean(rewards) for rewards in rewards_by_task]
+    error = statistics.stdev(means) / math.sqrt(len(means)) if len(means) > 1 else 0.0
+    failed = plays - sum(map(len, rewards_by_task))
+    return HeldOutScore(statistics.fmean(means), error, min(map(min, rewards_by_task)), plays, failed)
+
+
+@dataclass
+class RunRecord:
+    """Held-out scores and metrics by step (the policy version), in the file `path`."""
+
+    path: Path
+    scorings: dict[int, HeldOutScore] = field(default_factory=dict)
+    metrics: dict[int, dict[str, float]] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, path: Path) -> RunRecord:
+        """Reads the file. Returns an empty record if there is none."""
+        if not path.exists():
+            return cls(path)
+        content = json.loads(path.read_text(encoding="utf-8"))
+        scorings = {int(step): HeldOutScore(*scoring) for step, scoring in content["scorings"].items()}
+        return cls(path, scorings, {int(step): metrics for step, metrics in content["metrics"].items()})
+
+    def reset(self) -> None:
+        """Clears the record if the run restarts at the base model, because its measurements are of other weights."""
+        if self.metrics:
+            self.scorings, self.metrics = {}, {}
+            self._write()
+
+    def add_score(self, step: int, scoring: HeldOutScore) -> None:
+        self.scorings[step] = scoring
+        self._write()
+
+    def add_metrics(self, metrics: Mapping[int, Mapping[str, float]]) -> None:
+        """Stores the metrics of some steps and replaces known ones."""
+        self.metrics |= {step: dict(of_step) for step, of_step in metrics.items()}
+        self._write()
+
+    def curve(self, end: int) -> tuple[float, ...]:
+        """Held-out scores up to the step `end`, in order."""
+        return tuple(scoring.mean for step, scoring in sorted(self.scorings.items()) if step <= end)
+
+    def floor(self, declared: float) -> float:
+        """Score of a run whose policy cannot answer any more: the lowest reward it earned, and at most `declared`.
+
+        This rule is fixed before the data, so that rewards below 0 cannot make divergence pay.
+        """
+        return min([declared, *(scoring.least for scoring in self.scorings.values())])
+
+    def is_broken(self) -> bool:
+        """True if the newest step left weights that are not finite, or was skipped because its gradients were not."""
+        newest = self.metrics[max(self.metrics)] if self.metrics else {}
+        return newest.get("weights/finite") == 0 or newest.get("optim/skipped_steps", 0.0) > 0
+
+    def signals(self, end: int) -> dict[str, tuple[float | None, ...]]:
+        """By metric, its value at each step from 1 to `end`; None without a finite number."""
+        counts = {step: {PLAYS: score.plays, FAILED: score.failed} for step, score in self.scorings.items()}
+        steps = [self.metrics.get(step, {}) | counts.get(step, {}) for step in range(1, end + 1)]
+        names = sorted({name for of_step in steps for name in of_step})
+        return {
+            name: tuple(
+                value if (value := of_step.get(name)) is not None and math.isfinite(value) else None
+                for of_step in steps
+            )
+            for name in names
+        }
+
+    def _write(self) -> None:
+        write_whole(self.path, json.dumps({"scorings": self.scorings, "metrics": self.metrics}))
 
 
 class TrialProcess:
@@ -165,7 +383,7 @@ class TrialProcess:
             facts["held_out_error"] = math.hypot(known[0].error, known[last].error)
         facts |= weight_changes(Signals(outcome.signals))
         settings = {
-            name: value for name, value in dotted((await self._swarm.job()).job, "job.") if isinstance(value, Value)
+            name: value for name, value in leaves((await self._swarm.job()).job, "job.") if isinstance(value, Value)
         }
         outcome = replace(outcome, settings=settings, facts=facts)
         return outcome if self._judged is None else await self._judged.with_training(outcome)

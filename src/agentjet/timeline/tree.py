@@ -112,7 +112,8 @@ class ConversationTree:
         self._roots: list[_Node] = []
         self._answers: dict[tuple[str, str], list[Call]] = {}
         self._tools: set[str] = set()
-        self._identities = Identities()
+        identities = Identities()
+        self.identify, self.keep = identities.of, identities.keep
 
     @property
     def calls(self) -> tuple[Call, ...]:
@@ -147,14 +148,6 @@ class ConversationTree:
     def num_tokens(self, call_id: str) -> int:
         """Returns the length of a call's prompt + completion."""
         return self._nodes[call_id].length
-
-    def identify(self, conversation: Conversation) -> Identity:
-        """Returns the identity of a conversation of this tree."""
-        return self._identities.of(conversation)
-
-    def keep(self, asked: Identity) -> None:
-        """Keeps the messages of a conversation, which the next ones probably continue."""
-        self._identities.keep(asked)
 
     def recognise(self, asked: Identity) -> dict[int, Call]:
         """Returns the assistant messages that the policy sampled in answer to the messages before them: index to call.

@@ -14,7 +14,7 @@ import numpy as np
 from agentjet.research.campaign.models import Intervention
 from agentjet.research.models import Outcome, Refused, Transcript, Trial
 from agentjet.research.records import canonical
-from agentjet.research.servers import ServerUnavailable
+from agentjet.research.swarm_runner import ServerUnavailable
 
 SICK: Mapping[str, Any] = {"job.max_tokens": 10, "job.optimizer.lr": 0.001, "job.temperature": 1.0} | dict.fromkeys(
     ("job.batch_size", "job.group_size"), 8

@@ -22,20 +22,20 @@ import pytest
 
 from agentjet.cli.research import Proposers
 from agentjet.errors import ConfigError
-from agentjet.research.campaign.coding_agent import CodingAgent
-from agentjet.research.campaign.llm import (
+from agentjet.research.campaign.models import Intervention, ProposerAway, View
+from agentjet.research.campaign.proposers import (
     MAX_TURNS,
     REPAIRS,
-    Desk,
+    CodingAgent,
     LanguageModel,
     LlmEndpoint,
     LlmToolCall,
     Message,
-    Played,
+    ProposalTools,
+    ReplayedModel,
     Reply,
     Tool,
 )
-from agentjet.research.campaign.models import Intervention, ProposerAway, View
 from agentjet.research.journal import JournalEntry
 from agentjet.research.models import Outcome, Transcript
 
@@ -134,14 +134,14 @@ def test_an_invalid_proposal_is_answered_with_the_reason(arguments: Mapping[str,
     "call", [LlmToolCall("c", "launch", "{}"), LlmToolCall("c", "read", "[1"), LlmToolCall("c", "read", "[]")]
 )
 def test_an_invalid_call_is_answered(call: LlmToolCall) -> None:
-    assert Desk(VIEW, 3).use(call).startswith("invalid: ")
+    assert ProposalTools(VIEW, 3).use(call).startswith("invalid: ")
 
 
 def test_papers_are_read_by_name_only(tmp_path: Path) -> None:
     (tmp_path / "papers").mkdir()
     (tmp_path / "papers" / "grpo.md").write_text("# GRPO")
     (tmp_path / "secret.md").write_text("no")
-    desk = Desk(VIEW, 3, tmp_path / "papers")
+    desk = ProposalTools(VIEW, 3, tmp_path / "papers")
     assert desk.use(LlmToolCall("c", "read", '{"name": "grpo.md"}')) == "# GRPO"
     assert desk.use(LlmToolCall("c", "read", '{"name": "../secret.md"}')).startswith("invalid: ")
 
@@ -157,11 +157,11 @@ def test_a_model_that_is_away_or_endless() -> None:
 def test_answers_are_recorded_and_played_again(tmp_path: Path) -> None:
     script = Scripted([calls(("files", {})), calls(PROPOSE, FINISH)])
     first = LanguageModel(script, tmp_path / "llm.jsonl").propose(VIEW, 3)
-    again = LanguageModel(Played(tmp_path / "llm.jsonl"), tmp_path / "new.jsonl")
+    again = LanguageModel(ReplayedModel(tmp_path / "llm.jsonl"), tmp_path / "new.jsonl")
     assert again.propose(VIEW, 3) == first == [SLOWER]
     with pytest.raises(ProposerAway, match="the record ends here"):
         again.propose(VIEW, 3)
-    later = LanguageModel(Played(tmp_path / "llm.jsonl", before=1), tmp_path / "new.jsonl")
+    later = LanguageModel(ReplayedModel(tmp_path / "llm.jsonl", before=1), tmp_path / "new.jsonl")
     assert later.propose(VIEW, 3) == [SLOWER]
     assert (tmp_path / "new.jsonl").read_text() != ""
 
@@ -170,7 +170,7 @@ def test_answers_are_recorded_and_played_again(tmp_path: Path) -> None:
 def test_a_record_with_a_wrong_line_is_refused(line: str, tmp_path: Path) -> None:
     (tmp_path / "llm.jsonl").write_text(f'{{"reply": {{"text": "", "calls": []}}}}\n{line}\n')
     with pytest.raises(ConfigError, match="line 2 has no answer of a model"):
-        Played(tmp_path / "llm.jsonl")
+        ReplayedModel(tmp_path / "llm.jsonl")
 
 
 # ---- endpoints -------------------------------------------------------------------------------------------------------

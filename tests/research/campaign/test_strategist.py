@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from agentjet.research.campaign import edits
+from agentjet.research.campaign import strategist as edits
 from agentjet.research.campaign.strategist import facts_of, signs, table, unseen_fields
 from agentjet.research.diagnosis import SignRule
 from agentjet.research.models import Outcome, Transcript

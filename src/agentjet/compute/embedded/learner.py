@@ -8,7 +8,7 @@
   ranks.
 
 With several ranks, every rank receives the whole batch. Advantages, loss weights and mini-batches are computed on the
-whole batch. Then each rank computes its part of the forest (`timeline.deal`), and gradients are summed. So any number
+whole batch. Then each rank computes its part of the forest (`part_of`), and gradients are summed. So any number
 of ranks gives the gradient of one within rounding.
 
 * *gathered*: each rank has all weights and its own gradients. Masters and moments are divided among the ranks.
@@ -51,8 +51,7 @@ from agentjet.recipes.losses import kl_k3
 from agentjet.recipes.policy_gradient import MISMATCH
 from agentjet.recipes.recipe import Recipe
 from agentjet.timeline.batch import Facts, TrainingBatch
-from agentjet.timeline.deal import part_of
-from agentjet.timeline.forest import Forest, Row, build_forest, restrict, select
+from agentjet.timeline.forest import Forest, Row, build_forest, part_of, restrict, select
 
 TOKENS_COMPUTED = "forest/tokens_computed"
 NOT_FINITE = "recipe/not_finite"

@@ -30,14 +30,13 @@ from agentjet.research.campaign.models import (
     check_settings,
 )
 from agentjet.research.campaign.notebook import Notebook
-from agentjet.research.campaign.runs import CampaignRuns, Clock, Ending, Seen, StudyRunner, amount
+from agentjet.research.campaign.runs import CampaignRuns, Clock, Ending, Observation, StudyRunner, amount
 from agentjet.research.campaign.strategist import BROKEN, signs
 from agentjet.research.campaign.subject_repo import SubjectRepo
 from agentjet.research.journal import StudyLog, stored
-from agentjet.research.launcher import TrialRunner
 from agentjet.research.models import Arm, Finding, Hypothesis, Refused, Study
 from agentjet.research.records import Record, refuse
-from agentjet.research.scheduler import conduct
+from agentjet.research.scheduler import TrialRunner, conduct
 from agentjet.research.subject import MEASURED, Equal
 
 SHORT = 1 / 3
@@ -108,17 +107,17 @@ class Candidate:
 @dataclass(frozen=True)
 class Screened:
     candidate: Candidate
-    seen: Seen
+    seen: Observation
     gain: float
     """Score above the base, of one full run with the same seed."""
 
 
 @dataclass(frozen=True)
-class Stand:
+class Position:
     """The base, and the commit that the next proposals change."""
 
-    base: Seen
-    tip: Seen
+    base: Observation
+    tip: Observation
     depth: int = 0
 
 
@@ -156,57 +155,57 @@ class Campaign:
         if known is not None:
             return known.content
         self._start()
-        stand = reason = None
+        position = reason = None
         try:
             first = self.runs.observe([self.repo.first], seed_of(self.question, 0), "the subject", [1])[0]
             if first.run.score is None:
                 whose = "the subject cannot run" if first.run.end == "arm_failed" else "the first run was lost"
                 raise Ending(f"{whose}: {first.run.note}")
-            stand = Stand(first, first)
+            position = Position(first, first)
             for number in range(1, ROUNDS + 1):
-                stand = self._round(number, stand)
+                position = self._round(number, position)
             raise Ending(f"{ROUNDS} rounds are done")
         except Ending as ending:
             reason = str(ending)
-        return self.runs.note("ended", self._ending(reason, stand), "ended").content
+        return self.runs.note("ended", self._ending(reason, position), "ended").content
 
     # ---- the steps of a round ----------------------------------------------------------------------------------------
 
-    def _round(self, number: int, stand: Stand) -> Stand:
+    def _round(self, number: int, position: Position) -> Position:
         """Returns where the campaign stands after it. Raises `Ending`."""
-        candidates = self._propose(number, stand)
+        candidates = self._propose(number, position)
         if not candidates:
-            if stand.tip != stand.base:
-                return replace(stand, tip=stand.base, depth=0)
-            broken = [sign.seen for sign in signs(stand.base.run) if sign.cause in BROKEN]
+            if position.tip != position.base:
+                return replace(position, tip=position.base, depth=0)
+            broken = [sign.seen for sign in signs(position.base.run) if sign.cause in BROKEN]
             raise Ending(broken[0] if broken else "nothing is worth trying")
-        screened = self._screen(number, stand, candidates)
+        screened = self._screen(number, position, candidates)
         promising = [found for found in screened if found.gain >= PROMISING * self.question.sesoi]
         for found in promising[:STUDIES]:
-            if "leaking_judge" in found.seen.causes - stand.base.causes:
+            if "leaking_judge" in found.seen.causes - position.base.causes:
                 reason = "its gain comes with the judge paying answers of other tasks, so it is not a gain"
                 candidate = found.candidate
                 key = f"round {number} leak {candidate.commit}"
                 self._note_refusal(key, candidate.intervention.to_json(), reason, candidate.entry)
                 continue
-            if not self._is_repeated(number, stand, found):
+            if not self._is_repeated(number, position, found):
                 continue
-            if self._confirm(number, stand, found):
+            if self._confirm(number, position, found):
                 for other in screened:
                     self._count_failure(other.candidate, other.gain < 0)
-                return Stand(found.seen, found.seen)
+                return Position(found.seen, found.seen)
         for found in screened:
             self._count_failure(found.candidate)
-        return self._deeper(number, stand, screened)
+        return self._deeper(number, position, screened)
 
     def _count_failure(self, candidate: Candidate, failed: bool = True) -> None:
         name = candidate.intervention.name
         self.failures[name] = self.failures.get(name, 0) + failed
 
-    def _propose(self, number: int, stand: Stand) -> list[Candidate]:
+    def _propose(self, number: int, position: Position) -> list[Candidate]:
         """Asks the proposers, checks each proposal, and makes the commits."""
         found: list[Candidate] = []
-        base, commits = stand.tip.commit, {stand.base.commit, stand.tip.commit}
+        base, commits = position.tip.commit, {position.base.commit, position.tip.commit}
         worn = {name for name, times in self.failures.items() if times >= FAILURES}
         tried = self.tried.setdefault(base, set())
         for place, proposer in enumerate(self.proposers):
@@ -215,9 +214,9 @@ class Campaign:
             asked = f"round {number} asked {proposer.name}"
             entry = self.notebook.known(asked) or self.runs.note(
                 "intent",
-                self.runs.patiently(partial(self._ask, proposer, stand, worn | tried, most)),
+                self.runs.patiently(partial(self._ask, proposer, position, worn | tried, most)),
                 asked,
-                [stand.tip.entry],
+                [position.tip.entry],
             )
             for i, proposal in enumerate(entry.content["proposals"]):
                 key = f"round {number} {proposer.name} {i}"
@@ -227,7 +226,7 @@ class Campaign:
                     made = parsed(proposal)
                     if made.name in worn | tried:
                         raise Refused(f"{made.name!r} was tried; its result is in the notebook")
-                    check_settings(made, stand.tip.run.settings)
+                    check_settings(made, position.tip.run.settings)
                     check_evidence(made, self.notebook.entries[: entry.number])
                     commit = self.runs.patiently(partial(self.repo.commit, base, made))
                     if commit in commits:
@@ -242,10 +241,10 @@ class Campaign:
                 found.append(Candidate(hypothesis.number, commit, made))
         return found
 
-    def _ask(self, proposer: Proposer, stand: Stand, tried: Set[str], most: int) -> dict[str, Any]:
+    def _ask(self, proposer: Proposer, position: Position, tried: Set[str], most: int) -> dict[str, Any]:
         if proposer is not self.proposers[-1]:
             self._tell(f"asking {proposer.name}, which may take minutes")
-        tip, entries, files = stand.tip, tuple(self.notebook.entries), self.repo.files(stand.tip.commit)
+        tip, entries, files = position.tip, tuple(self.notebook.entries), self.repo.files(position.tip.commit)
         view = View(self.question.topic, tip.run, tip.entry, tried, entries, files, self.repo.judge_source())
         try:
             answers = proposer.propose(view, most)
@@ -253,7 +252,7 @@ class Campaign:
             return {"proposals": [], "away": as_text(str(away))}
         return {"proposals": [as_text(one) if isinstance(one, str) else one.to_json() for one in answers]}
 
-    def _screen(self, number: int, stand: Stand, candidates: list[Candidate]) -> list[Screened]:
+    def _screen(self, number: int, position: Position, candidates: list[Candidate]) -> list[Screened]:
         """Runs the candidates short, the better ones in full, with the seed of the base. Best first."""
         because = [candidate.entry for candidate in candidates]
         self._check_budget(1)
@@ -266,7 +265,7 @@ class Campaign:
             alive = alive[: max(1, int((self.runs.left() - self.question.study_cost - each) / SHORT + 1e-9))]
             seen = self.runs.observe([each.commit for each in alive], seed, f"round {number} screen", because, SHORT)
             short = {at.commit: at.run.score for at in seen if at.run.score is not None}
-            level = stand.base.score_at(SHORT)
+            level = position.base.score_at(SHORT)
             ahead = [each for each in alive[1:] if short.get(each.commit, -inf) > level]
             ahead.sort(key=lambda each: -short[each.commit])
             if short.get(alive[0].commit, -inf) > level - CLEAR * self.question.sesoi:
@@ -276,7 +275,7 @@ class Campaign:
             affordable = int((self.runs.left() - self.question.study_cost) / each + 1e-9)
             alive = ahead[: min(KEPT, affordable)]
         full = self.runs.observe([each.commit for each in alive[:affordable]], seed, f"round {number}", because)
-        base = stand.base.run.score
+        base = position.base.run.score
         assert base is not None
         found = [
             Screened(candidate, seen, seen.run.score - base)
@@ -285,14 +284,14 @@ class Campaign:
         ]
         found.sort(key=lambda screened: -screened.gain)
         content = {
-            "base": {"commit": stand.base.commit, "score": base},
+            "base": {"commit": position.base.commit, "score": base},
             "short": [{"name": each.intervention.name, "score": short.get(each.commit)} for each in candidates],
             "full": [
                 {"name": each.candidate.intervention.name, "commit": each.seen.commit, "gain": each.gain}
                 for each in found
             ],
         }
-        entries = [stand.base.entry, *because, *(seen.entry for seen in full)]
+        entries = [position.base.entry, *because, *(seen.entry for seen in full)]
         self.runs.note("screened", content, f"round {number} screened", entries)
         return found
 
@@ -301,31 +300,31 @@ class Campaign:
         if self.runs.left() < runs + self.question.study_cost:
             raise Ending("the budget that is left does not pay for another study")
 
-    def _is_repeated(self, number: int, stand: Stand, found: Screened) -> bool:
+    def _is_repeated(self, number: int, position: Position, found: Screened) -> bool:
         """True if the gain is clear, or comes again with a second seed: a study costs more than two runs."""
         if found.gain >= CLEAR * self.question.sesoi:
             return True
         self._check_budget(2)
-        commits, seed = (stand.base.commit, found.seen.commit), seed_of(self.question, -1)
+        commits, seed = (position.base.commit, found.seen.commit), seed_of(self.question, -1)
         base, changed = self.runs.observe(commits, seed, f"round {number} again", [found.candidate.entry])
         if base.run.score is None or changed.run.score is None:
             return False
         again = changed.run.score - base.run.score
         content = {
-            "base": {"commit": stand.base.commit, "score": base.run.score},
+            "base": {"commit": position.base.commit, "score": base.run.score},
             "full": [{"name": found.candidate.intervention.name, "commit": found.candidate.commit, "gain": again}],
         }
         because = [found.seen.entry, base.entry, changed.entry]
         self.runs.note("screened", content, f"round {number} again {found.candidate.commit}", because)
         return again > 0 and (found.gain + again) / 2 >= PROMISING * self.question.sesoi
 
-    def _confirm(self, number: int, stand: Stand, found: Screened) -> bool:
+    def _confirm(self, number: int, position: Position, found: Screened) -> bool:
         """Conducts a study of the candidate against the base. True if it is supported."""
         self._check_budget(0)
         name = found.candidate.intervention.name
-        study = self._study(number, stand, found)
+        study = self._study(number, position, found)
         content = {"study": study.to_json(), "name": name, "commit": found.candidate.commit}
-        because = [found.candidate.entry, found.seen.entry, stand.base.entry]
+        because = [found.candidate.entry, found.seen.entry, position.base.entry]
         entry, key = self.runs.note("study", content, f"study {study.id}", because), f"learned {study.id}"
         learned = self.notebook.known(key) or self.runs.note(
             "learned", self._conduct(study, found.candidate.intervention), key, [entry.number]
@@ -339,10 +338,10 @@ class Campaign:
             self.failures[name] = FAILURES
         return accepted
 
-    def _study(self, number: int, stand: Stand, found: Screened) -> Study:
+    def _study(self, number: int, position: Position, found: Screened) -> Study:
         made = found.candidate.intervention
         budget = min(self.runs.left(), 2.0 * self.question.looks[-1])
-        commits = {"base": stand.base.commit, "changed": found.candidate.commit}
+        commits = {"base": position.base.commit, "changed": found.candidate.commit}
         arms = tuple(Arm(name, self.runs.setting(commit), code=commit) for name, commit in commits.items())
         return Study(
             f"{self.question.topic}: {made.name}",
@@ -375,16 +374,16 @@ class Campaign:
             **{name: amount(signals, name) for name in ("episodes", "tokens")},
         }
 
-    def _deeper(self, number: int, stand: Stand, screened: list[Screened]) -> Stand:
+    def _deeper(self, number: int, position: Position, screened: list[Screened]) -> Position:
         """Builds on an unconfirmed change that ended a sign, or returns to the base."""
         ended = [
-            (stand.tip.causes - found.seen.causes, found)
+            (position.tip.causes - found.seen.causes, found)
             for found in screened
             if found.gain > -2 * self.question.sesoi and "leaking_judge" not in found.seen.causes
         ]
         ended = [(gone, found) for gone, found in ended if gone]
-        if not ended or stand.depth >= DEPTH:
-            return replace(stand, tip=stand.base, depth=0)
+        if not ended or position.depth >= DEPTH:
+            return replace(position, tip=position.base, depth=0)
         gone, best = max(ended, key=lambda pair: (len(pair[0]), pair[1].gain))
         content = {
             "tip": best.candidate.commit,
@@ -392,7 +391,7 @@ class Campaign:
             "confirmed; another trouble may hide it",
         }
         self.runs.note("followed", content, f"round {number} followed", [best.seen.entry])
-        return Stand(stand.base, best.seen, stand.depth + 1)
+        return Position(position.base, best.seen, position.depth + 1)
 
     # ---- the notebook ------------------------------------------------------------------------------------------------
 
@@ -418,13 +417,13 @@ class Campaign:
         content = {"asked": as_text(asked), "reason": as_text(reason)}
         self.runs.note("refused", content, f"{key} refused", [entry])
 
-    def _ending(self, reason: str | None, stand: Stand | None) -> dict[str, Any]:
+    def _ending(self, reason: str | None, position: Position | None) -> dict[str, Any]:
         accepted = [entry.content["name"] for entry in self.notebook.of("learned") if entry.content["accepted"]]
         return {
             "reason": reason,
-            "base": stand.base.commit if stand else self.repo.first,
+            "base": position.base.commit if position else self.repo.first,
             "accepted": accepted,
-            "score": stand.base.run.score if stand else None,
+            "score": position.base.run.score if position else None,
             "spent": self.runs.spent,
         }
 

@@ -15,13 +15,12 @@ from agentjet.research.campaign.campaign import PROMISING
 from agentjet.research.campaign.notebook import NAME, Notebook, described, spending
 from agentjet.research.campaign.runs import amount
 from agentjet.research.campaign.strategist import WORTH
-from agentjet.research.confirmation import DIRECTIONAL
 from agentjet.research.journal import JournalEntry
 from agentjet.research.models import Trial
 from agentjet.research.records import shortened
-from agentjet.research.report.document import files_of, number, write_files
+from agentjet.research.report import curves, effects, files_of, number, write_files
 from agentjet.research.report.facts import SIMULATED
-from agentjet.research.report.figures import curves, effects
+from agentjet.research.scheduler import DIRECTIONAL
 
 KNOWN_AS = {
     "llm": "a language model or the record of one (llm)",

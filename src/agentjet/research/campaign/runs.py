@@ -21,11 +21,11 @@ from agentjet.research.campaign.models import Budget
 from agentjet.research.campaign.notebook import Notebook
 from agentjet.research.campaign.strategist import causes, facts_of, signs
 from agentjet.research.journal import JournalEntry
-from agentjet.research.launcher import MAX_ATTEMPTS, TrialRunner, added_cost
 from agentjet.research.models import Outcome, Study, Trial
 from agentjet.research.records import Setting
-from agentjet.research.servers import ServerUnavailable
+from agentjet.research.scheduler import MAX_ATTEMPTS, TrialRunner, added_cost
 from agentjet.research.subject import MEASURED, Equal
+from agentjet.research.swarm_runner import ServerUnavailable
 
 OBSERVING = "campaign"
 """Name in place of a study for the trials that observe."""
@@ -59,7 +59,7 @@ class Ending(Exception):
 
 
 @dataclass(frozen=True)
-class Seen:
+class Observation:
     """A run of a commit, and the entry that has it."""
 
     entry: int
@@ -116,7 +116,7 @@ class CampaignRuns:
 
     def observe(
         self, commits: Sequence[str], seed: int, why: str, because: Sequence[int], share: float = 1.0
-    ) -> list[Seen]:
+    ) -> list[Observation]:
         """Runs the commits at the same time, each once; lost runs are repeated with the same seed.
 
         Raises `Ending` before a launch that the budget does not pay for.
@@ -141,7 +141,7 @@ class CampaignRuns:
                 self.patiently(lambda: self.runner.launch(key, trial))
         return key
 
-    def _observed(self, trial: Trial, why: str, because: Sequence[int]) -> Seen:
+    def _observed(self, trial: Trial, why: str, because: Sequence[int]) -> Observation:
         for attempt in range(1, MAX_ATTEMPTS + 1):
             key = self._launch(trial, attempt, because)
             entry = self.notebook.known(f"observed {key}") or self.note(
@@ -155,7 +155,7 @@ class CampaignRuns:
                 self._measure(trial, run)
             if run.end != "infra_failed":
                 break
-        return Seen(entry.number, trial.arm, run)
+        return Observation(entry.number, trial.arm, run)
 
     def _collected(self, key: str, trial: Trial) -> dict[str, Any]:
         begun = self.working_time()

@@ -1,4 +1,4 @@
-"""`SubjectRepo`: the commits of a campaign's subject, in a private git repository.
+"""`SubjectRepo`: the commits of a campaign's subject, in a private git repository; and its description, subject.toml.
 
     CAMPAIGN/subject/     the repository. Its first commit is the subject as the user gave it
     CAMPAIGN/judge/       a copy of the user's folder, with the held-out tasks: read by the judge's process only
@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 from collections.abc import Callable, Container, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -30,27 +31,116 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from agentjet.client.agent_source import hash_of
-from agentjet.config import parse_config
+from agentjet.config.loader import leaves, parse_config
 from agentjet.errors import ConfigError
 from agentjet.research import arm_process
 from agentjet.research.arm_process import ArmFailed, ArmOrder
 from agentjet.research.campaign.models import Intervention
-from agentjet.research.campaign.subject_file import (
-    ARM_KEYS,
-    HIDDEN,
-    KEYS,
-    flat_toml,
-    held_out_file,
-    parse_subject,
-    read_subject,
-    steps_as,
-)
 from agentjet.research.journal import write_whole
-from agentjet.research.models import Refused, Trial
-from agentjet.research.records import unknown_key
-from agentjet.research.servers import Address, check_changes
-from agentjet.research.subject import Equal, Subject, files_below
+from agentjet.research.models import Address, Refused, Trial
+from agentjet.research.records import refuse, unknown_key
+from agentjet.research.subject import Equal, Subject, digest_of, files_below
+from agentjet.research.swarm_runner import check_changes
 from agentjet.types import Task
+
+# ---- subject.toml ----------------------------------------------------------------------------------------------------
+
+REQUIRED = {
+    "model": "smollm2-135m",
+    "agent": "agent.py:agent",
+    "tasks": "tasks.jsonl",
+    "held_out": "held_out.jsonl",
+    "evaluator": "judge.py:score",
+}
+"""Examples by key."""
+OPTIONAL = (
+    *("reward", "hidden", "readable", "equal", "steps", "evaluations", "repeats", "concurrency", "floor", "patience"),
+    "settings",
+)
+KEYS = (*REQUIRED, *OPTIONAL)
+"""The keys of subject.toml, which are fields of `Subject`. Names of files are relative to its folder."""
+ARM_KEYS = frozenset({"agent", "tasks", "reward", "concurrency", "settings"})
+"""Keys that an intervention may change. The others are the judge's."""
+HIDDEN = ["answer"]
+DEFAULTS = {"hidden": HIDDEN, "concurrency": 16}
+"""Where they are not those of `Subject`."""
+
+
+def read_subject(path: Path) -> Subject:
+    """The subject of a file that a user wrote. Raises `ConfigError`."""
+    try:
+        given = parse_subject(path.read_text(encoding="utf-8"), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--subject {path}: {getattr(error, 'strerror', error)}: give a subject.toml") from None
+    return resolved(given, path.parent.absolute())
+
+
+def parse_subject(text: str, name: str) -> Subject:
+    """Raises `ConfigError` with the first wrong key, its value and the way out."""
+    try:
+        content = tomllib.loads(text)
+        for key in content.keys() - set(KEYS):
+            raise ConfigError(unknown_key(key, key, KEYS))
+        for key in REQUIRED.keys() - content.keys():
+            raise ConfigError(f"{key}: is required; add a line such as {key} = {REQUIRED[key]!r}")
+        if isinstance(content.get("settings"), dict):
+            content["settings"] = dict(leaves(content["settings"]))
+        if isinstance(content.get("steps"), int):
+            content.setdefault("evaluations", max(1, min(4, content["steps"])))
+        return Subject.from_json({**DEFAULTS, **content, "judged": True})
+    except (ConfigError, ValueError, RecursionError) as wrong:
+        raise ConfigError(f"{name}: {wrong}") from None
+
+
+def resolved(given: Subject, folder: Path) -> Subject:
+    """With the model as an absolute path if it is a folder. Raises `ConfigError` for a file that is not there, and for
+    held-out tasks in a file that arms must read.
+    """
+    for key in ("agent", "tasks", "held_out", "evaluator", "reward"):
+        named = getattr(given, key)
+        if not named and key == "reward":
+            continue
+        file, _, function = named.partition(":")
+        is_tasks = key in ("tasks", "held_out") and named.endswith(".jsonl")
+        wrong = not is_tasks and not (file.endswith(".py") and function.isidentifier())
+        refuse(wrong, f"{key} = {named!r}: give FILE.py:FUNCTION{' or FILE.jsonl' * ('ta' in key)}")
+        place = (folder / file).resolve()
+        wrong = Path(file).is_absolute() or not place.is_relative_to(folder.resolve()) or not place.is_file()
+        refuse(wrong, f"{key} = {named!r}: there is no file {file!r} in {folder}: name one of that folder")
+        refuse(
+            key != "held_out" and file == held_out_file(given),
+            f"held_out = {given.held_out!r}: {key} is in the same file, which arms read: move the held-out tasks to a "
+            "file that holds nothing else",
+        )
+    model = folder / given.model
+    readable = tuple(str((folder / place).resolve()) for place in given.readable)
+    return replace(given, model=str(model.resolve()) if model.is_dir() else given.model, readable=readable)
+
+
+def held_out_file(given: Subject) -> str:
+    return given.held_out.partition(":")[0]
+
+
+def steps_as(given: Subject, first: Subject) -> int:
+    """Steps of a full run, so that it learns from as many episodes as one of the first commit."""
+    if first.equal == "steps":
+        return first.steps
+    return max(1, round(first.steps * episodes(first) / episodes(given)))
+
+
+def episodes(given: Subject) -> float:
+    """Training episodes of a batch."""
+    return float(given.settings.get("job.batch_size", 8)) * float(given.settings.get("job.group_size", 8))
+
+
+def flat_toml(given: Subject) -> str:
+    """subject.toml in one spelling per content: a key a line, and the settings by their dotted names."""
+    lines = [f"{key} = {json.dumps(getattr(given, key))}" for key in KEYS if key != "settings"]
+    settings = [f"{json.dumps(key)} = {json.dumps(value)}" for key, value in sorted(given.settings.items())]
+    return "\n".join([*lines, "", "[settings]", *settings, ""])
+
+
+# ---- the repository --------------------------------------------------------------------------------------------------
 
 SUBJECT = "subject.toml"
 MAX_BYTES = 32 << 20
@@ -205,7 +295,7 @@ class SubjectRepo:
     @property
     def judge_hash(self) -> str:
         """Hash of the judge's locked copy."""
-        return hash_of({name: digest.encode() for name, digest in self._files.items()})
+        return digest_of(self._files)
 
     # ---- checks ------------------------------------------------------------------------------------------------------
 
@@ -272,7 +362,7 @@ class SubjectRepo:
         check_settings(given.settings)
 
     def _check_imports(self, commit: str) -> None:
-        """Loads the agent and the training tasks behind the fence. Raises `Refused`."""
+        """Loads the agent and the training tasks in the sandbox. Raises `Refused`."""
         try:
             self._load(self._order(self.subject(commit), commit))
         except ArmFailed as error:

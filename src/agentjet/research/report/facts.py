@@ -1,6 +1,7 @@
 """The facts of a study: one JSON object from its journal, for its report, for the page and for `facts.json`.
 
-Among them are sentences that qualify the findings: deviations from the plan, and limitations by rules.
+`StudyView` is the log arranged for reports. It can be read while the study runs. Among the facts are sentences that
+qualify the findings: deviations from the plan, and limitations by rules.
 """
 
 from __future__ import annotations
@@ -9,16 +10,110 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, cast
 
 import numpy as np
 
-from agentjet.research.confirmation import DIRECTIONAL
-from agentjet.research.models import EXPECTED, Arm, Finding, Hypothesis
+from agentjet.errors import ConfigError
+from agentjet.research.diagnosis import MANY_FAILED, held_out_counts
+from agentjet.research.journal import StudyFolder, StudyLog
+from agentjet.research.models import EXPECTED, Arm, Finding, Hypothesis, Outcome, Study, Trial
 from agentjet.research.records import Setting, Value
-from agentjet.research.report.view import Launched, StudyView
-from agentjet.research.run_record import MANY_FAILED, held_out_counts
+from agentjet.research.scheduler import DIRECTIONAL, Spending
 from agentjet.research.statistics import largest_unseen_rate
+
+Stage = Literal["planned", "exploring", "confirming", "finished"]
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A trial with its outcome."""
+
+    name: str
+    """`T` and its place among the study's trials, from 1."""
+    trial: Trial
+    attempts: int
+    outcome: Outcome | None
+    """Outcome of the last attempt; None if the trial has not ended."""
+
+    @property
+    def score(self) -> float | None:
+        return self.outcome.score if self.outcome else None
+
+    @property
+    def end(self) -> str:
+        return self.outcome.end if self.outcome else "unfinished"
+
+
+class StudyView:
+    """The events of a study. Raises `ConfigError` if the log holds no study."""
+
+    def __init__(self, log: StudyLog) -> None:
+        if log.study is None:
+            raise ConfigError("this journal holds no study: there is nothing to report; run the study first")
+        self.log = log
+        self.study: Study = log.study
+        self.launched = [
+            Launched(f"T{number}", trial, log.attempts[trial.id], next(reversed(log.outcomes.get(trial.id, [])), None))
+            for number, trial in enumerate(log.trials.values(), start=1)
+        ]
+
+    @cached_property
+    def findings(self) -> dict[str, Finding]:
+        """By hypothesis; open ones are missing."""
+        names = {hypothesis.id: f"finding {hypothesis.id}" for hypothesis in self.study.hypotheses}
+        known = self.log.decisions
+        return {key: Finding.from_json(known[name]) for key, name in names.items() if name in known}
+
+    def looks(self, hypothesis: str) -> list[Finding]:
+        """Its finding at each look, up to the look that closed it."""
+        names = (f"look {seeds}" for seeds in self.study.looks)
+        looks = cast("list[dict[str, Any]]", [self.log.decisions.get(name, {}) for name in names])
+        return [Finding.from_json(look[hypothesis]) for look in looks if hypothesis in look]
+
+    @cached_property
+    def chosen(self) -> dict[str, Setting]:
+        """By arm, the setting that was frozen for confirmation."""
+        return cast("dict[str, Setting]", self.log.decisions.get("frozen", {}))
+
+    @property
+    def stage(self) -> Stage:
+        if len(self.findings) == len(self.study.hypotheses):
+            return "finished"
+        if "frozen" in self.log.decisions:
+            return "confirming"
+        return "exploring" if self.launched else "planned"
+
+    @cached_property
+    def spending(self) -> Spending:
+        """Spending at the launch of the last trial. Running trials are debited in full."""
+        return Spending(self.study, [(one.trial, one.attempts) for one in self.launched])
+
+    @property
+    def spent(self) -> float:
+        """Full runs spent on ended trials."""
+        ended = [(one.trial, one.attempts) for one in self.launched if one.outcome is not None]
+        return Spending(self.study, ended).total
+
+    def confirming(self, arm: str) -> list[Launched]:
+        return [one for one in self.launched if one.trial.phase == "confirm" and one.trial.arm == arm]
+
+    def scores(self, arm: str) -> list[float]:
+        """Final scores of the confirming runs."""
+        return [one.score for one in self.confirming(arm) if one.score is not None]
+
+
+def read_study(folder: StudyFolder) -> StudyView:
+    """The study of a folder; only planned if it has no journal. Raises `ConfigError`."""
+    log = folder.log()
+    if log.study is None:
+        log.open_study(folder.study())
+    return StudyView(log)
+
+
+# ---- facts -----------------------------------------------------------------------------------------------------------
 
 UNTESTED = frozenset({"too_hard", "too_easy", "no_exploration", "ignored_setting", "no_op", "not_a_number"})
 """Causes after which a run shows nothing about its setting."""

@@ -1,26 +1,41 @@
-"""`LanguageModel`: a proposer that talks to a language model behind an OpenAI- or Anthropic-compatible URL.
+"""The proposers that need another program: `LanguageModel`, and `CodingAgent`.
 
-The model reads the campaign by the tools of a `Desk`, and proposes interventions by a tool. It cannot start a run,
-judge or spend. An invalid call is answered with the reason; a model that answers prose is asked again twice. Each
-answer is written to a record before it is used, and `Played` gives the answers of a record again.
+`LanguageModel` talks to a language model behind an OpenAI- or Anthropic-compatible URL. The model reads the campaign by
+the tools of `ProposalTools`, and proposes interventions by a tool. It cannot start a run, judge or spend. An invalid
+call is answered with the reason; a model that answers prose is asked again twice. Each answer is written to a record
+before it is used, and `ReplayedModel` gives the answers of a record again.
+
+`CodingAgent` is a command, such as Claude Code, Codex CLI or mini-swe-agent. It works in a scratch folder: `subject/`
+has the files of the base, `campaign/` the newest run and the notebook. It reads its task from standard input, and edits
+files in `subject/`. The difference is the patch of one intervention; `hypothesis.json` gives its reasons. Landlock
+blocks the rest of the disk; held-out tasks are not there.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import signal
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import getdoc
 from pathlib import Path
+from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Any, Literal, Protocol
 
 from pydantic import TypeAdapter
 
+from agentjet.client.command import CapturedProcess
 from agentjet.errors import AgentJetError, ConfigError
+from agentjet.research import landlock
 from agentjet.research.campaign.models import Intervention, ProposerAway, View
 from agentjet.research.campaign.strategist import facts_of
+from agentjet.research.campaign.subject_repo import git, read_folder, write_files
 from agentjet.research.records import Record, adapter, shortened
+
+# ---- a language model ------------------------------------------------------------------------------------------------
 
 MAX_TURNS = 40
 """Maximum answers of the model to one request for proposals."""
@@ -78,7 +93,7 @@ class LanguageModel:
 
     def propose(self, view: View, most: int) -> Sequence[Intervention | str]:
         """Raises `ProposerAway` if the model does not answer."""
-        desk = Desk(view, most, self.papers)
+        tools = ProposalTools(view, most, self.papers)
         messages: list[Message] = [{"role": "system", "content": RULES.format(most=most, topic=view.topic)}]
         messages.append({"role": "user", "content": f"The newest run is entry {view.observed}. Begin."})
         deadline, prose = time.monotonic() + self.seconds, 0
@@ -86,26 +101,26 @@ class LanguageModel:
             if time.monotonic() > deadline:
                 break
             try:
-                reply = self.model.reply(messages, desk.tools())
+                reply = self.model.reply(messages, tools.definitions())
             except ProposerAway:
-                if desk.proposals:
-                    return desk.proposals
+                if tools.proposals:
+                    return tools.proposals
                 raise
             with self.record.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"asked": messages[-1], "reply": reply.to_json()}) + "\n")
             messages.append(said(reply))
             for call in reply.calls:
-                messages.append({"role": "tool", "tool_call_id": call.call_id, "content": desk.use(call)})
-            if desk.finished or len(desk.proposals) >= most:
-                return desk.proposals
+                messages.append({"role": "tool", "tool_call_id": call.call_id, "content": tools.use(call)})
+            if tools.finished or len(tools.proposals) >= most:
+                return tools.proposals
             if not reply.calls:
                 prose += 1
                 if prose > REPAIRS:
-                    return [*desk.proposals, shortened(reply.text or "(an empty answer)")]
+                    return [*tools.proposals, shortened(reply.text or "(an empty answer)")]
                 messages.append({"role": "user", "content": "Use the tools: propose, or finish with the reason."})
-        if not desk.proposals:
+        if not tools.proposals:
             raise ProposerAway(f"no proposal within {MAX_TURNS} answers and {self.seconds:g} s")
-        return desk.proposals
+        return tools.proposals
 
 
 def said(reply: Reply) -> Message:
@@ -121,13 +136,13 @@ def said(reply: Reply) -> Message:
 
 
 TOOLS = ("notebook", "files", "read", "curves", "transcripts", "propose", "finish")
-"""Methods of `Desk` that a model may call. Their docstrings are what it reads about them."""
+"""Methods of `ProposalTools` that a model may call. Their docstrings are what it reads about them."""
 REQUIRED = ("name", "kind", "why", "predicts", "refutes")
 """Fields of a proposal that a model must give."""
 
 
 @dataclass
-class Desk:
+class ProposalTools:
     """The tools over a campaign's view, and the proposals made so far."""
 
     view: View
@@ -137,7 +152,7 @@ class Desk:
     finished: bool = False
     invalid: int = 0
 
-    def tools(self) -> list[Tool]:
+    def definitions(self) -> list[Tool]:
         schemas = {name: TypeAdapter(getattr(self, name)).json_schema() for name in TOOLS}
         schemas["propose"] = adapter(Intervention).json_schema() | {"required": [*REQUIRED]}
         return [
@@ -215,7 +230,7 @@ class Desk:
 
 
 @dataclass
-class Played:
+class ReplayedModel:
     """A model that gives the answers of a record, after the first `before`."""
 
     record: Path
@@ -348,3 +363,116 @@ def anthropic_reply(content: Any) -> Reply:
 def checked(reply: Reply) -> Reply:
     """Raises `ConfigError` for an answer with values of other types."""
     return Reply.from_json(reply.to_json())
+
+
+# ---- a coding agent --------------------------------------------------------------------------------------------------
+
+REASONS = ("name", "why", "predicts", "refutes")
+LONGEST_REASONS = 2**20
+"""Bytes of `hypothesis.json`."""
+TASK = """Question: {topic}
+The agent in subject/ is trained by reinforcement learning and judged elsewhere by other code. Read campaign/run.json
+(curves, signals, transcripts), campaign/notebook.json and campaign/judge.txt. Edit the files in subject/ so that the
+trained agent scores higher: one change, as a testable hypothesis. Model, held-out tasks, evaluator and lengths in
+subject.toml are fixed: a change of them is refused. Then write hypothesis.json with the keys name, why, predicts and
+refutes. Give no results: they come from runs. If nothing is worth a try, change no file.
+"""
+
+
+@dataclass
+class CodingAgent:
+    """A `Proposer`."""
+
+    command: tuple[str, ...]
+    readable: tuple[Path, ...] = ()
+    """Paths that it may read, besides its folder, the system's programs and the files in the command."""
+    environment: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Variables for the command, such as the key of its model."""
+    seconds: float = 1800.0
+    name: str = "coding agent"
+
+    def __post_init__(self) -> None:
+        if not landlock.version():
+            raise ConfigError("--agent-cli: this kernel cannot restrict a command (Landlock, Linux 5.13); omit it")
+
+    def propose(self, view: View, most: int) -> Sequence[Intervention | str]:
+        """Returns one proposal, a text with the reason why it cannot be used, or nothing if no file was changed."""
+        with TemporaryDirectory(prefix="agentjet-coding-agent-") as name:
+            folder = Path(name).resolve()
+            files = {path: text.encode() for path, text in view.files.items()}
+            write_files(files, folder / "a")
+            write_files(files, folder / "work" / "subject")
+            write_files(facts(view), folder / "work" / "campaign")
+            self._run(folder, TASK.format(topic=view.topic))
+            if odd := odd_file(folder / "work" / "subject"):
+                return [f"the coding agent left {odd!r}, which is not a regular file"]
+            try:
+                read_folder(folder / "work" / "subject", folder / "model")  # Checks its size before git reads it.
+            except ConfigError as error:
+                return [str(error)]
+            (folder / "work" / "subject").rename(folder / "b")
+            patch = git(
+                folder, "diff", "--no-index", "--no-prefix", "--no-color", "--no-ext-diff", "a", "b", codes=(0, 1)
+            ).decode("utf-8", "replace")
+            if not patch:
+                return []
+            try:
+                given = {"kind": "agent", "patch": patch, **reasons(folder / "work" / "hypothesis.json")}
+                return [Intervention.from_json(given)]
+            except ConfigError as error:
+                return [str(error)]
+
+    def _run(self, folder: Path, task: str) -> None:
+        """Raises `ProposerAway` for a command that fails or takes too long."""
+        work, home = folder / "work", folder / "work" / "home"
+        home.mkdir()
+        named = [Path(shutil.which(word) or word).resolve() for word in self.command]
+        readable = [path for path in (*self.readable, *named) if path.is_file() or path in self.readable]
+        own = {"PATH": os.environ.get("PATH", os.defpath), "HOME": str(home), "TMPDIR": str(home), "LANG": "C.UTF-8"}
+        with TemporaryFile() as given:
+            given.write(task.encode())
+            given.seek(0)
+            sandboxed = landlock.sandboxed(self.command, work, readable)
+            command = CapturedProcess(sandboxed, merged=True, cwd=work, env={**own, **self.environment}, stdin=given)
+        try:
+            status = command.wait(self.seconds)
+        finally:
+            command.signal(signal.SIGKILL)  # and its children
+        if status is None:
+            command.wait()
+        how = f"did not end within {self.seconds:g} s" if status is None else status and f"ended with status {status}"
+        if how := command.excess or how:
+            end = shortened(command.text().strip(), 500)
+            raise ProposerAway(f"--agent-cli: {self.command[0]} {how}: {end}")
+
+
+def facts(view: View) -> dict[str, bytes]:
+    """Files about the campaign for the command."""
+    entries = [[e.number, e.kind, list(e.because), e.content] for e in view.notebook]
+    return {
+        "run.json": json.dumps(view.observation.to_json(), indent=1).encode(),
+        "notebook.json": json.dumps(entries, indent=1).encode(),
+        "judge.txt": view.judge_source.encode(),
+    }
+
+
+def odd_file(folder: Path) -> str:
+    """Name of a file that is missing, a link or a device, or "". Removes caches of Python."""
+    for path in (folder, *folder.rglob("*")):
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):
+            return path.name
+    for cache in [*folder.rglob("__pycache__")]:
+        shutil.rmtree(cache, ignore_errors=True)
+    return ""
+
+
+def reasons(file: Path) -> dict[str, str]:
+    """Name and reasons of the command's change; defaults if it gave none."""
+    try:
+        is_plain = file.is_file() and not file.is_symlink() and file.stat().st_size <= LONGEST_REASONS
+        given = json.loads(file.read_text(encoding="utf-8")) if is_plain else {}
+    except (OSError, ValueError, RecursionError):
+        given = {}
+    given = given if isinstance(given, dict) else {}
+    found = {key: str(given.get(key, ""))[:2000] for key in REASONS}
+    return {**found, "name": found["name"][:80] or "a patch of the coding agent"}

@@ -1,6 +1,6 @@
 """Runs a command that can write to one folder only, and read that folder and the system's programs only.
 
-    python fence.py FOLDER READABLE... -- COMMAND...
+    python landlock.py FOLDER READABLE... -- COMMAND...
 
 Landlock (Linux 5.13 and later): the kernel enforces the limits for the command and its children, without privileges.
 This file is run by its path, so it imports only the standard library.
@@ -68,7 +68,7 @@ def restrict(folder: Path, readable: list[Path]) -> None:
     os.close(ruleset)
 
 
-def fenced(command: Sequence[str], folder: Path, readable: Iterable[Path]) -> list[str]:
+def sandboxed(command: Sequence[str], folder: Path, readable: Iterable[Path]) -> list[str]:
     """The command that runs `command` with these limits."""
     return [sys.executable, "-I", __file__, str(folder), *map(str, readable), "--", *command]
 
