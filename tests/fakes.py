@@ -19,7 +19,7 @@ from agentjet.compute.protocol import EMBEDDED, Capabilities, LossSpec, Outputs
 from agentjet.config import ComputeConfig, ModelConfig, OptimizerConfig, ServeConfig
 from agentjet.errors import ConfigError, OutOfCache, PolicyRemoved, WorkerDied
 from agentjet.front.calls import CallChunk, CallRequest
-from agentjet.protocol import BeginRequest, EpisodeQuery, FinishRequest, JobBody
+from agentjet.protocol import BeginRequest, CallView, EpisodeQuery, EpisodeTree, FinishRequest, JobBody
 from agentjet.server.gateway import Gateway
 from agentjet.server.read import job_of
 from agentjet.server.runs import Runs
@@ -530,3 +530,18 @@ def recent_episodes(swarm: SwarmState, limit: int, *, status: EpisodeFilter | No
 def job_body(gateway: Gateway) -> JobBody:
     """Returns the settings of a run's job, as `GET /job` answers."""
     return job_of(gateway.swarm.queries)
+
+
+def call_view(call_id: str, **fields: Any) -> CallView:
+    """Returns a call without messages and tokens, but for the given fields."""
+    absent = dict.fromkeys(("parent", "after", "retry_of"))
+    empty = {name: [] for name in ("messages", "tools", "tokens", "texts", "mask", "logprobs", "versions")}
+    facts = {"call_id": call_id, "role": "", "kept": 0, "fork": "", "orphan": "", "response": {}, "temperature": 1.0}
+    return CallView.model_validate({**absent, **empty, **facts, "finish_reason": "stop", "created": 0.0, **fields})
+
+
+def episode_tree(*calls: CallView, **fields: Any) -> EpisodeTree:
+    """Returns a finished training episode with these calls."""
+    facts = {"episode_id": "e", "status": "finished", "mode": "train", "task_id": "t", "task_set": "", "group": "g"}
+    ran = {"client_id": "c", "policy_version": 0, "num_calls": len(calls), "calls": calls}
+    return EpisodeTree.model_validate({**facts, **ran, **fields})

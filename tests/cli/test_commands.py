@@ -1,19 +1,24 @@
-"""Commands and their errors, and `eval`. The outputs of commands that list or show are in `tests.locks`."""
+"""Commands and their errors, and `eval`. An option with one value is given once.
+
+The outputs of commands that list or show are in `tests.locks`.
+"""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from agentjet.cli import printable
 from agentjet.cli.main import app, main
 from agentjet.client import Swarm
-from agentjet.errors import ConfigError, InvalidRequest, Unauthorized, Unreachable
+from agentjet.errors import ConfigError, InvalidRequest, Unreachable, nearest_name
 from tests.server.serving import TOKEN, Served, in_thread, serving
 from tests.swarm.world import World
 
@@ -57,11 +62,6 @@ def test_wrong_values_are_refused_with_the_way_out(
 def test_watch_refuses_what_nobody_can_wait_for(every: str) -> None:
     refused = CliRunner().invoke(app, ["watch", "--every", every])
     assert refused.exit_code == 2 and "Invalid value for '--every'" in refused.output
-
-
-def test_a_wrong_token_says_where_the_right_one_is(served: Served) -> None:
-    with pytest.raises(Unauthorized, match=r"file 'token' in the server's data dir.*AGENTJET_TOKEN"):
-        run("status", "--url", served.url, "--token", "wrong")
 
 
 def test_no_server_is_a_sentence_and_exit_code_2() -> None:
@@ -262,3 +262,44 @@ def test_nothing_that_others_wrote_steers_the_terminal(served: Served) -> None:
     plain = "Grüße, 世界\tسلام می‌خواهم 👩‍🚀 1\u202f000 €\n"
     assert printable(plain) == plain, "what people write is printed as it is"
     assert printable("\ud800\r\x00") == r"\ud800\r\x00"
+
+
+# ---- rules of all commands -------------------------------------------------------------------------------------------
+
+
+def options(group: object, names: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
+    """The path of each command with one of its options that has one value."""
+    for name, command in getattr(group, "commands", {}).items():
+        yield from options(command, (*names, name))
+    for parameter in getattr(group, "params", []) if not hasattr(group, "commands") else []:
+        if parameter.param_type_name == "option" and not parameter.multiple and not parameter.is_flag:
+            yield names, parameter.opts[0]
+            return
+
+
+EVERY = list(options(typer.main.get_command(app)))
+
+
+@pytest.mark.parametrize(("names", "option"), EVERY, ids=[" ".join(names) for names, _ in EVERY])
+def test_an_option_that_is_given_twice_is_refused(names: tuple[str, ...], option: str) -> None:
+    with pytest.raises(ConfigError, match=f"{option} is given 2 times and has one value: give it once"):
+        CliRunner().invoke(app, [*names, option, "1", f"{option}=2"], catch_exceptions=False)
+
+
+def test_options_of_all_commands_are_tried() -> None:
+    assert (("track",), "--to") in EVERY and len(EVERY) > 20
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("gpro", "grpo"),
+        ("gsop", "gspo"),
+        ("ppoo", "ppo"),
+        ("drgrpo", "dr_grpo"),
+        ("GRPO", "grpo"),
+        ("wholly different", None),
+    ],
+)
+def test_the_nearest_name_is_the_one_with_the_fewest_edits(typed: str, meant: str | None) -> None:
+    assert nearest_name(typed, ["gspo", "ppo", "grpo", "dr_grpo", "dapo"]) == meant

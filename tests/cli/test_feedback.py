@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from agentjet.cli.main import app
 from agentjet.errors import Conflict
+from tests.cli.test_commands import at, run
 from tests.fakes import saying
 from tests.server.serving import TOKEN, Served, in_thread, serving
 
@@ -56,9 +55,7 @@ def use(environment: dict[str, str], *turns: str) -> list[str]:
 
 
 def command(served: Served, *arguments: str) -> str:
-    result = CliRunner().invoke(app, [*arguments, "--url", served.url, "--token", TOKEN], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return result.output
+    return run(*arguments, *at(served))
 
 
 def test_feedback_that_comes_days_later_is_learned(served: Served) -> None:

@@ -1,38 +1,45 @@
-"""`agentjet look` without a browser. Pins:
+"""`agentjet look` and `agentjet open` without a browser. Pins:
 
 1. the read routes over a folder answer as the gateway of the run, during the run and after it; the folder is unchanged;
 2. nothing is answered without the code of the link, and nothing can be changed;
 3. places: data dirs, folders of runs, of studies, folders of these, servers; each wrong place is refused by name;
 4. a journal of a newer AgentJet is refused, or listed with its error beside readable ones;
 5. comparisons: figures of `agentjet compare`, and only the settings that differ;
-6. a run of another server is forwarded; its refusals and its silence are answers.
+6. a run of another server is forwarded; its refusals and its silence are answers;
+7. `open`: an address that opens one session, a browser where there is one, else the command for a tunnel.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 import sqlite3
+import webbrowser
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import httpx
 import pytest
+from typer.testing import CliRunner
 
-from agentjet.cli.look import RemoteRun, RunsAndStudies
+import agentjet
+from agentjet.cli.look import VIEWS, RemoteRun, RunsAndStudies, has_browser
+from agentjet.cli.main import app
 from agentjet.cli.runs import read_runs
 from agentjet.config import ServerConfig
-from agentjet.errors import ConfigError, Later
+from agentjet.errors import ConfigError, Forbidden, Later
 from agentjet.protocol import EvaluationRequest
 from agentjet.server.app import OfflineViewer, create_look_app
 from agentjet.server.collection import Collection
 from agentjet.swarm.journal_file import SCHEMA_VERSION
 from tests.cli.test_commands import run
 from tests.fakes import running
-from tests.server.serving import VIEWER, serving
+from tests.server.serving import TOKEN, VIEWER, Served, serving
 
 STUDIES = Path(__file__).parents[2] / "docs" / "studies"
 LIVE_ONLY = {
@@ -278,3 +285,55 @@ def test_a_run_of_another_server(tmp_path: Path) -> None:
             await RemoteRun(served.url, VIEWER).status()
 
     asyncio.run(check())
+
+
+# ---- open ------------------------------------------------------------------------------------------------------------
+
+
+def opened(served: Served, *arguments: str, token: str = VIEWER) -> str:
+    done = CliRunner().invoke(app, ["open", *arguments, "--url", served.url, "--token", token])
+    if isinstance(done.exception, Exception):
+        raise done.exception
+    return done.output
+
+
+def exchanged(address: str) -> dict[str, object]:
+    code = parse_qs(urlsplit(address).fragment)["code"][0]
+    root = address.partition("#")[0]
+    answer = httpx.post(f"{root}swarm/v1/sessions/exchange", json={"code": code}, trust_env=False)
+    session: dict[str, object] = answer.json()
+    return session
+
+
+def test_an_address_that_opens_one_session(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SSH_CONNECTION", "1")
+    address, explanation, tunnel = opened(served, "batches/3").splitlines()
+    assert parse_qs(urlsplit(address).fragment)["to"] == ["/batches/3"] and "60 seconds" in explanation
+    port = urlsplit(served.url).port
+    assert f"ssh -L {port}:127.0.0.1:{port} " in tunnel
+    assert exchanged(address)["role"] == "viewer"
+    assert exchanged(address)["code"] == "code_invalid"
+
+
+def test_a_browser_is_opened_where_its_user_sees_it(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[str] = []
+    monkeypatch.setattr(webbrowser, "open", found.append)
+    monkeypatch.setenv("DISPLAY", ":0")
+    monkeypatch.delenv("SSH_CONNECTION", raising=False)
+    address = opened(served, "--role", "client", token=TOKEN).splitlines()[0]
+    assert found == [address] and exchanged(address)["role"] == "client"
+    opened(served, "--print")
+    assert len(found) == 1
+    assert not has_browser({"DISPLAY": ":0", "SSH_CONNECTION": "1"})
+
+
+def test_a_view_that_the_page_lacks_is_refused(served: Served) -> None:
+    with pytest.raises(ConfigError, match="'nosuchview' is not a view: give one of episodes, groups"):
+        opened(served, "nosuchview")
+    routes = Path(agentjet.__file__).with_name("page").joinpath("route.js").read_text(encoding="utf-8")
+    assert set(VIEWS) == set(re.findall(r'^  \["/(\w+)', routes, re.MULTILINE))
+
+
+def test_a_role_above_that_of_the_token_is_refused(served: Served, tmp_path: Path) -> None:
+    with pytest.raises(Forbidden, match="role = 'admin'"):
+        opened(served, "--role", "admin", token=TOKEN)

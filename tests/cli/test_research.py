@@ -11,8 +11,7 @@ from __future__ import annotations
 import json
 import re
 import resource
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
 from threading import Event
@@ -23,15 +22,16 @@ from typer.testing import CliRunner
 from agentjet import Swarm
 from agentjet.cli.main import app
 from agentjet.cli.research import LocalServerSlot, carry_out, console, summary
-from agentjet.errors import AgentJetError, ConfigError
+from agentjet.errors import ConfigError
 from agentjet.research.journal import StudyFolder, StudyLog, read_log
 from agentjet.research.models import Diagnosis
 from agentjet.research.records import Setting
 from agentjet.research.report.facts import StudyView
 from agentjet.research.scheduler import conduct
 from agentjet.research.swarm_runner import ServerLost, SharedServerSlot
+from tests.cli.test_commands import run
 from tests.research.reported import Told
-from tests.research.world import STUDY, Formula
+from tests.research.world import STUDY, FakeSlot, Formula
 from tests.server.serving import ADMIN, Served
 
 CODE = """
@@ -69,9 +69,7 @@ changes = { "job.recipe.kl_coef" = 0.02 }
 
 
 def research(*arguments: str) -> str:
-    result = CliRunner().invoke(app, ["research", *arguments], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return result.output
+    return run("research", *arguments)
 
 
 @pytest.fixture
@@ -269,36 +267,24 @@ def test_a_run_that_cannot_be_ended_is_named(tmp_path: Path, served: Served) -> 
     assert told[0].endswith(f"; to end it: agentjet runs end {name}")
 
 
-class Moving:
-    """A slot during which the study's folder is moved."""
-
-    name = "moving"
-
-    @contextmanager
-    def serve(self, run: Path, settings: Setting, stopping: Event) -> Iterator[Served]:
-        folder = run.parent.parent
-        folder.rename(folder.with_name("moved"))
-        raise AgentJetError("over")
-        yield
-
-    def check(self) -> None:
-        """It is there."""
-
-    def run_finished(self, run: Path) -> None:
-        raise AssertionError("nothing was completed")
+def move(run: Path, settings: Setting) -> None:
+    """Moves the folder of the study of a run."""
+    folder = run.parent.parent
+    folder.rename(folder.with_name("moved"))
 
 
 def test_a_folder_that_is_moved_or_has_no_room_is_told_in_a_sentence(here: Path) -> None:
+    slot = FakeSlot(name="moving", before=move)
     new("does a kl penalty help?")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (40, hard))
     try:
         with pytest.raises(ConfigError, match=r"^study/study\.sqlite: .* agentjet research run study$"):
-            carry_out(Path("study"), [Moving()])
+            carry_out(Path("study"), [slot])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     with pytest.raises(ConfigError, match=r"^study.*: No such file .* study's folder, and continue"):
-        carry_out(Path("study"), [Moving()])
+        carry_out(Path("study"), [slot])
     assert read_log(here / "moved" / "study.sqlite").study
 
 

@@ -1,5 +1,6 @@
 """`agentjet run`: programs as agents over a real server, where their rewards and tasks come from, and edits of a
-program while it is trained."""
+program while it is trained. The file of `--reward file:NAME` is written by the program, so it may be anything.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -19,25 +21,25 @@ import pytest
 from typer.testing import CliRunner
 
 from agentjet.cli.main import app
-from agentjet.cli.run import CommandLine, CommandSource, NoReward, check_source, reward_source
+from agentjet.cli.run import (
+    MAX_REWARD_BYTES,
+    CommandLine,
+    CommandSource,
+    NoReward,
+    check_source,
+    from_file,
+    reward_source,
+)
 from agentjet.client import AgentVersion, Command, CommandFailed, Result
 from agentjet.client.agent_source import CodeFolder
 from agentjet.client.inputs import read_tasks
 from agentjet.errors import AgentJetError, ConfigError, InvalidRequest
 from agentjet.types import Reward, Task
-from tests.client.test_command import episode
+from tests.client.test_command import ASKS, episode
 from tests.fakes import recent_episodes, saying
 from tests.server.serving import TOKEN, Served, serving
 
-AGENT = """
-import json, os, sys, urllib.request
-question = {"role": "user", "content": "What is %s + %s?" % (sys.argv[1], sys.argv[2])}
-body = {"model": os.environ["OPENAI_MODEL"], "messages": [question]}
-request = urllib.request.Request(
-    os.environ["OPENAI_BASE_URL"] + "/chat/completions", json.dumps(body).encode(),
-    {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"})
-print(json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"])
-"""
+AGENT = ASKS.replace("QUESTION", "'What is %s + %s?' % (sys.argv[1], sys.argv[2])")
 REWARD = """
 def score(task, result):
     return float(result.stdout.strip() == f"{task['a']} + {task['b']} = {task['a'] + task['b']}")
@@ -487,3 +489,44 @@ def test_the_error_of_a_failing_program_has_the_way_out(
     with pytest.raises(AgentJetError, match=sentence) as failed:
         CliRunner().invoke(app, [*asked, "--token", TOKEN, "--", *program.split()], catch_exceptions=False)
     assert "program.py" not in str(failed.value) and "swarm." not in str(failed.value)
+
+
+# ---- files of rewards ------------------------------------------------------------------------------------------------
+
+
+SECRET = "a-secret-of-the-user"
+
+
+def _link_above(file: Path, secret: Path) -> None:
+    file.parent.rmdir()
+    file.parent.symlink_to(secret.parent)
+
+
+LEFT: dict[str, Callable[[Path, Path], object]] = {
+    "fifo": lambda file, secret: os.mkfifo(file),
+    "endless": lambda file, secret: file.symlink_to("/dev/zero"),
+    "link": lambda file, secret: file.symlink_to(secret),
+    "hard link": lambda file, secret: file.hardlink_to(secret),
+    "link above": _link_above,
+    "folder": lambda file, secret: file.mkdir(),
+    "long": lambda file, secret: file.write_bytes(b"1" * (MAX_REWARD_BYTES + 1)),
+    "nothing": lambda file, secret: None,
+}
+
+
+@pytest.mark.parametrize("left", LEFT)
+def test_only_a_small_file_of_the_program_is_read(tmp_path: Path, left: str) -> None:
+    secret, file = tmp_path / "home" / "reward", tmp_path / "work" / "out" / "reward"
+    secret.parent.mkdir()
+    secret.write_text(SECRET)
+    file.parent.mkdir(parents=True)
+    LEFT[left](file, secret)
+    with pytest.raises(NoReward, match="the file out/reward of the reward") as raised:
+        from_file(tmp_path / "work", "out/reward")
+    assert SECRET not in str(raised.value)
+
+
+def test_a_plain_file_is_read(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "reward").write_text("0.5")
+    assert from_file(tmp_path, "out/reward") == Reward(0.5)

@@ -11,20 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from agentjet.cli.main import app
 from agentjet.cli.runs import steps_of_folder, steps_of_server
 from agentjet.client import Swarm
 from agentjet.errors import ConfigError, Unauthorized, Unreachable
 from agentjet.trackers import id_of_run
+from tests.cli.test_commands import run
 from tests.server.serving import VIEWER, Served, in_thread, serving
-
-
-def track(*arguments: str) -> str:
-    result = CliRunner().invoke(app, ["track", *arguments], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return result.output
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
@@ -35,20 +28,22 @@ def test_a_server_and_its_files_give_the_same_steps(tmp_path: Path) -> None:
     with in_thread(serving(tmp_path / "data")) as (served, loop):
         at = [served.url, "--token", VIEWER, "--once"]
         with pytest.raises(ConfigError, match="has no step yet, so there is nothing to track"):
-            track(*at, "--to", f"jsonl:{tmp_path / 'early.jsonl'}")
+            run("track", *at, "--to", f"jsonl:{tmp_path / 'early.jsonl'}")
         for _ in range(3):
             loop.run(served.run.batch())
-        assert "run mine, written up to step 0" in track(*at, "--to", f"jsonl:{tmp_path / 'a.jsonl'}", "--name", "mine")
+        assert "run mine, written up to step 0" in run(
+            "track", *at, "--to", f"jsonl:{tmp_path / 'a.jsonl'}", "--name", "mine"
+        )
         loop.run(served.run.batch())
-        shown = track(*at, "--to", f"jsonl:{tmp_path / 'a.jsonl'}")
+        shown = run("track", *at, "--to", f"jsonl:{tmp_path / 'a.jsonl'}")
         assert shown.splitlines()[-1].endswith("a.jsonl has all steps up to 4") and "written up to step 3" in shown
-        beside = track(str(tmp_path / "data"), "--to", f"jsonl:{tmp_path / 'beside.jsonl'}")
+        beside = run("track", str(tmp_path / "data"), "--to", f"jsonl:{tmp_path / 'beside.jsonl'}")
         with Swarm(served.url, VIEWER) as swarm:
             live = steps_of_server(swarm)
             run_id, settings = id_of_run(live.steps(0, 1)[0]), live.settings()
             assert live.progress() == (4, 0)
         assert f"agentjet-{run_id}" in beside
-    track(str(tmp_path / "data"), "--to", f"jsonl:{tmp_path / 'after.jsonl'}")
+    run("track", str(tmp_path / "data"), "--to", f"jsonl:{tmp_path / 'after.jsonl'}")
     files = steps_of_folder(tmp_path / "data" / "runs" / "default", "default")
     assert id_of_run(files.steps(0, 1)[0]) == run_id and files.progress() == (4, 0)
     assert files.settings()["job.group_size"] == settings["job.group_size"]
@@ -59,10 +54,10 @@ def test_a_server_and_its_files_give_the_same_steps(tmp_path: Path) -> None:
 def test_wrong_sources(served: Served, tmp_path: Path) -> None:
     to = ["--to", f"jsonl:{tmp_path / 'x'}"]
     with pytest.raises(ConfigError, match="is not a data dir of AgentJet"):
-        track(str(tmp_path / "nowhere"), *to)
+        run("track", str(tmp_path / "nowhere"), *to)
     with pytest.raises(Unreachable, match="no answer from"):
-        track("http://127.0.0.1:9", *to)
+        run("track", "http://127.0.0.1:9", *to)
     with pytest.raises(Unauthorized, match="AGENTJET_TOKEN"):
-        track(served.url, "--token", "wrong", *to)
+        run("track", served.url, "--token", "wrong", *to)
     with pytest.raises(ConfigError, match=r"--to is missing: give one of tensorboard:DIR"):
-        track(served.url, "--token", VIEWER)
+        run("track", served.url, "--token", VIEWER)

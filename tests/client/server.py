@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 from pydantic import ValidationError
 
-from agentjet.client import Retry
+from agentjet.client import AsyncSwarm, Retry, Swarm
 from agentjet.protocol import (
     REPORTED_BATCHES,
     AbortRequest,
@@ -92,6 +92,14 @@ class FakeServer:
 
     def transport(self) -> httpx.MockTransport:
         return httpx.MockTransport(self._handle)
+
+    def client(self, token: str = TOKEN, retry: Retry | None = None) -> Swarm:
+        """A client of this server."""
+        return Swarm(URL, token, transport=self.transport(), retry=retry or Retry())
+
+    def connect(self, time: FakeTime | None = None, token: str = TOKEN) -> AsyncSwarm:
+        """An asynchronous client, in time that does not pass."""
+        return AsyncSwarm(URL, token, transport=self.transport(), retry=(time or FakeTime()).retry())
 
     def by_status(self) -> Counter[str]:
         return Counter(view.status for view in self.episodes.values())

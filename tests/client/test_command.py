@@ -308,14 +308,15 @@ def test_placeholders() -> None:
 
 
 ASKS = """
-import json, os, urllib.request
-question = {"role": "user", "content": "number " + os.environ["AGENTJET_TASK"]}
+import json, os, sys, urllib.request
+question = {"role": "user", "content": QUESTION}
 body = {"model": os.environ["OPENAI_MODEL"], "messages": [question]}
 request = urllib.request.Request(
     os.environ["OPENAI_BASE_URL"] + "/chat/completions", json.dumps(body).encode(),
     {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"})
 print(json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"])
 """
+"""A program that asks the policy and prints the answer. Replace `QUESTION` by an expression."""
 
 
 async def test_a_program_is_trained_and_the_server_knows_each_end(tmp_path: Path) -> None:
@@ -325,7 +326,8 @@ async def test_a_program_is_trained_and_the_server_knows_each_end(tmp_path: Path
         return float(result.stdout.strip() == "2")
 
     script = tmp_path / "agent.py"
-    script.write_text(ASKS + "assert os.environ['AGENTJET_TASK'] != '3', 'three is too much'\n")
+    program = ASKS.replace("QUESTION", "'number ' + os.environ['AGENTJET_TASK']")
+    script.write_text(program + "assert os.environ['AGENTJET_TASK'] != '3', 'three is too much'\n")
     tasks = [Task(f"t{number}", payload=number) for number in (1, 2, 3)]
     reply = saying(lambda prompt: prompt.rpartition("number ")[2][0])
     async with (

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from agentjet.client import AsyncSwarm, Swarm
+from agentjet.client import AsyncSwarm
 from agentjet.client.connection import DEFAULT_URL, load_settings
 from agentjet.errors import ConfigError, Conflict, Later, RequestError, Unauthorized, Unreachable
 from agentjet.protocol import Problem, status_of
@@ -29,12 +29,8 @@ def time() -> FakeTime:
     return FakeTime()
 
 
-def connect(server: FakeServer, time: FakeTime | None = None, token: str = TOKEN) -> AsyncSwarm:
-    return AsyncSwarm(URL, token, retry=(time or FakeTime()).retry(), transport=server.transport())
-
-
 async def test_a_lost_answer_is_asked_for_again_and_has_one_effect(server: FakeServer, time: FakeTime) -> None:
-    swarm = connect(server, time)
+    swarm = server.connect(time)
     await swarm.status()
     server.lose_answers = 2
     episode = await swarm.begin("t")
@@ -51,12 +47,12 @@ def test_a_server_never_reached_is_given_up_soon_with_the_address_and_the_way_ou
 ) -> None:
     server.be_down = 10_000
     with pytest.raises(Unreachable, match=r"http://127.0.0.1:8400 .*agentjet serve"):
-        asyncio.run(connect(server, time).status())
+        asyncio.run(server.connect(time).status())
     assert time.now <= 3.0
 
 
 async def test_a_server_that_was_there_is_waited_for_through_a_restart(server: FakeServer, time: FakeTime) -> None:
-    swarm = connect(server, time)
+    swarm = server.connect(time)
     await swarm.status()
     server.be_down = 14
     await swarm.status()
@@ -118,12 +114,12 @@ def test_an_answer_that_is_no_json_is_that_of_something_else(time: FakeTime) -> 
 
 def test_retry_after_is_honoured(server: FakeServer, time: FakeTime) -> None:
     server.say_later = 2
-    asyncio.run(connect(server, time).status())
+    asyncio.run(server.connect(time).status())
     assert time.sleeps == [7.0, 7.0]
 
 
 async def test_begin_waits_for_room_as_long_as_it_is_told(server: FakeServer, time: FakeTime) -> None:
-    swarm = connect(server, time)
+    swarm = server.connect(time)
     for group in "ab":
         await swarm.begin("t", group=group)
     with pytest.raises(Later) as refused:
@@ -134,7 +130,7 @@ async def test_begin_waits_for_room_as_long_as_it_is_told(server: FakeServer, ti
 
 def test_a_wrong_token_is_refused_at_once_and_told_where_the_token_is(server: FakeServer, time: FakeTime) -> None:
     with pytest.raises(Unauthorized, match=r"in the file 'token'.*AGENTJET_TOKEN") as refused:
-        asyncio.run(connect(server, time, token="wrong").status())
+        asyncio.run(server.connect(time, token="wrong").status())
     assert refused.value.code == "token_invalid"
     assert not time.sleeps
 
@@ -149,7 +145,7 @@ def test_an_answer_that_is_no_problem_body_still_becomes_an_error() -> None:
 
 def test_leaving_an_episode_without_a_reward_aborts_it() -> None:
     server = FakeServer(batch_size=3)
-    with Swarm(URL, TOKEN, transport=server.transport()) as swarm:
+    with server.client() as swarm:
         with swarm.episode("a"):
             pass
         with pytest.raises(RuntimeError, match="broken tool"), swarm.episode("b"):
@@ -168,7 +164,7 @@ def test_events_are_taken_up_where_they_broke_off(server: FakeServer, time: Fake
             server.emit("state", {"state": "sampling", "n": number})
         server.drop_streams_after = 2
         seen: list[int] = []
-        async for event in connect(server, time).events(after=1):
+        async for event in server.connect(time).events(after=1):
             seen.append(event.seq)
             if event.seq == 5:
                 break
@@ -237,28 +233,24 @@ def test_a_token_that_no_header_can_carry_is_refused_and_not_shown(token: str) -
     assert "secret" not in str(refused.value)
 
 
-def test_an_address_without_scheme_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"'localhost:8400'.*http://"):
-        load_settings("localhost:8400", environ={})
-
-
 @pytest.mark.parametrize(
-    "address", ["http://127.0.0.1:99999", "http://[::1", "http://127.0.0.1:abc", "http://127.0.0.1:0", "ftp://x", 5]
+    ("address", "sentence"),
+    [
+        ("localhost:8400", "'localhost:8400'.*http://"),
+        ("http://127.0.0.1:99999", "is not a server's address"),
+        ("http://[::1", "is not a server's address"),
+        ("http://127.0.0.1:abc", "is not a server's address"),
+        ("http://127.0.0.1:0", "is not a server's address"),
+        ("ftp://x", "is not a server's address"),
+        (5, "is not a server's address"),
+        ("http://box:1/runs", "'http://box:1/runs' names no run: add its name, or leave out /runs"),
+        ("http://box:1/runs/", "names no run: add its name, or leave out /runs"),
+        ("http://a/runs/b/v1", "the server's is 'http://a/runs/b', without '/v1'"),
+        ("http://a/runs/b/v1/", "the server's is 'http://a/runs/b', without '/v1'"),
+        ("http://a/runs/b/swarm/v1", "the server's is 'http://a/runs/b', without '/swarm/v1'"),
+    ],
 )
-def test_what_is_no_address_is_refused_by_name(address: Any) -> None:
-    with pytest.raises(ConfigError, match="is not a server's address") as refused:
+def test_what_is_no_address_of_a_server_is_refused_by_name(address: Any, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence) as refused:
         load_settings(address, environ={})
-    assert repr(address) in str(refused.value)
-
-
-@pytest.mark.parametrize("path", ["/runs", "/runs/"])
-def test_an_address_without_the_name_of_its_run_is_refused(path: str) -> None:
-    with pytest.raises(ConfigError, match="names no run: add its name, or leave out /runs"):
-        load_settings(f"http://box:1{path}", environ={})
-
-
-@pytest.mark.parametrize("path", ["/v1", "/v1/", "/swarm/v1"])
-def test_the_address_of_an_api_is_not_that_of_the_server(path: str) -> None:
-    with pytest.raises(ConfigError, match="the server's is 'http://a/runs/b', without") as refused:
-        load_settings(f"http://a/runs/b{path}", environ={})
-    assert repr(path.rstrip("/")) in str(refused.value)
+    assert str(address).rstrip("/") in str(refused.value)

@@ -15,7 +15,6 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable
-from fractions import Fraction
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ import pytest
 
 from agentjet.cli.runs import read_runs
 from agentjet.client import (
-    AgentFailing,
     AgentVersion,
     AsyncEpisode,
     AsyncSwarm,
@@ -45,6 +43,7 @@ from agentjet.errors import Conflict, InvalidRequest
 from agentjet.types import Task
 from tests.client.test_real_server import TASKS as NUMBERS
 from tests.client.test_real_server import agent as asking_agent
+from tests.client.test_real_server import ask, client
 from tests.fakes import recent_episodes
 from tests.server.serving import TOKEN, Served, serving
 
@@ -64,14 +63,6 @@ def report(**rewards: list[float | None]) -> EvalReport:
 
 
 # ---- 1. estimates -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("num_right", "num_tries", "k", "expected"),
-    [(0, 4, 2, 0), (4, 4, 1, 1), (1, 4, 1, Fraction(1, 4)), (1, 4, 2, Fraction(1, 2)), (2, 5, 3, Fraction(9, 10))],
-)
-def test_pass_at_k_by_hand(num_right: int, num_tries: int, k: int, expected: Fraction) -> None:
-    assert pass_at_k(num_right, num_tries, k) == pytest.approx(float(expected))
 
 
 def test_pass_at_k_is_the_share_of_draws_with_a_right_one() -> None:
@@ -169,15 +160,11 @@ def test_pass_at_k_over_tasks() -> None:
 # ---- 2. one policy version ----------------------------------------------------------------------------------------
 
 
-def client(url: str) -> AsyncSwarm:
-    return AsyncSwarm(url, TOKEN, retry=Retry(patience=5.0))
-
-
 @pytest.mark.parametrize("at_version", ["newest", 0])
 async def test_learning_waits_for_an_evaluation_at_a_version(tmp_path: Path, at_version: object) -> None:
     """A batch is complete after the first of the evaluation's episodes, which run one by one: between two of them, too,
     the version is held."""
-    async with serving(tmp_path / "data") as served, client(served.url) as swarm:
+    async with serving(tmp_path / "data") as served, client(served) as swarm:
         versions: list[int] = []
         learning: list[asyncio.Task[None]] = []
 
@@ -213,20 +200,17 @@ async def test_plays_that_failed_before_they_were_scored_are_counted(tmp_path: P
             raise ValueError("no number in the answer")
         return 1.0
 
-    async with serving(tmp_path / "data") as served, client(served.url) as swarm:
+    async with serving(tmp_path / "data") as served, client(served) as swarm:
         found = await swarm.evaluate(agent, TASKS, concurrency=3, progress=False)
         assert (len(found.results), len(found.finished), found.num_repeated) == (3, 2, 1 + 2)
 
 
 async def test_the_temperature_of_an_evaluation_is_that_of_every_call(tmp_path: Path) -> None:
     async def agent(task: Task, episode: AsyncEpisode) -> float:
-        async with httpx.AsyncClient(base_url=episode.base_url, verify=False, trust_env=False) as http:
-            body = {"model": episode.model, "messages": [{"role": "user", "content": "hi"}], "temperature": 0.7}
-            headers = {"Authorization": f"Bearer {episode.api_key}"}
-            (await http.post("/chat/completions", json=body, headers=headers)).raise_for_status()
+        (await ask(episode, "hi", temperature=0.7)).raise_for_status()
         return 1.0
 
-    async with serving(tmp_path / "data") as served, client(served.url) as swarm:
+    async with serving(tmp_path / "data") as served, client(served) as swarm:
         await swarm.evaluate(agent, TASKS[:1], progress=False, temperature=0.0)
         await swarm.evaluate(agent, TASKS[:1], progress=False)
         assert [asked.params.temperature for asked in served.run.compute.asked] == [0.0, 0.7]
@@ -275,8 +259,7 @@ def trained(
     seen: list[int] = []
 
     async def scenario() -> tuple[TrainReport, list[dict[str, Any]]]:
-        async with serving(tmp_path / "data") as served, client(served.url) as swarm:
-            http = httpx.AsyncClient(trust_env=False, verify=False)
+        async with serving(tmp_path / "data") as served, client(served) as swarm:
 
             async def agent(task: Task, episode: AsyncEpisode) -> float:
                 if task.id.startswith("h"):
@@ -284,13 +267,10 @@ def trained(
                     seen.append(version)
                     assert episode.policy_version == version
                     return scores[version]
-                body = {"model": episode.model, "messages": [{"role": "user", "content": "hi"}]}
-                headers = {"Authorization": f"Bearer {episode.api_key}"}
-                (await http.post(f"{episode.base_url}/chat/completions", json=body, headers=headers)).raise_for_status()
+                (await ask(episode, "hi")).raise_for_status()
                 return float(episode.id.endswith("1"))
 
             report = await swarm.train(agent, TASKS, concurrency=4, progress=False, eval_tasks=HELD_OUT, **options)
-            await http.aclose()
             assert report.best is not None
             assert served.run.gateway.store.tags.read() == {"best": report.best.policy_version}
             with pytest.raises(InvalidRequest, match=r"is reserved.*Set job\.keep_best=false first"):
@@ -314,15 +294,6 @@ def test_versions_on_the_way_are_scored_and_recorded(tmp_path: Path) -> None:
     assert {(r["num_tasks"], r["num_episodes"]) for r in recorded} == {(2, 2)}
     assert "held-out score by version: 0: 0.100, 2: 0.600, 3: 0.500; best: version 2" in str(report)
     assert all(not result.task_id.startswith("h") for result in report.results)
-
-
-def test_an_agent_that_fails_on_held_out_tasks_is_named_so() -> None:
-    async def failing(version: AgentVersion) -> EvalReport:
-        raise AgentFailing("the first 4 episodes all failed")
-
-    held_out = HeldOutEvaluations(failing, every=1)
-    with pytest.raises(AgentFailing, match="held-out evaluation: the first 4 episodes"):
-        asyncio.run(held_out.run(AgentVersion("v", len), print))
 
 
 def test_a_score_that_no_longer_improves_ends_the_run(tmp_path: Path) -> None:
@@ -375,28 +346,6 @@ def test_evaluations_without_a_score_are_not_the_best() -> None:
     assert best_of(scored(None, None)) is None
     first, second, _ = scored(None, 0.5, 0.5)
     assert best_of([first, second, _]) is second
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"eval_tasks": HELD_OUT}, "eval_tasks needs eval_every"),
-        ({"eval_every": 5}, "eval_every = 5 needs eval_tasks"),
-        ({"stop_after": 3}, "stop_after = 3 counts evaluations"),
-        ({"eval_tasks": HELD_OUT, "eval_every": -1}, "eval_every = -1: it must be a whole number"),
-        ({"eval_tasks": HELD_OUT, "eval_every": 1, "eval_repeats": 0}, "eval_repeats = 0"),
-        ({"eval_tasks": ["h"], "eval_every": 1}, r"tasks\[0\] = 'h'"),
-    ],
-)
-async def test_wrong_settings_are_sentences(options: dict[str, Any], said: str) -> None:
-    async def agent(task: Task, episode: AsyncEpisode) -> float:
-        return 0.0
-
-    async with AsyncSwarm("http://127.0.0.1:1", "token") as swarm:
-        with pytest.raises(ValueError, match=said):
-            await swarm.train(agent, TASKS, steps=1, **options)
-        with pytest.raises(ValueError, match="record = True needs at_version"):
-            await swarm.evaluate(agent, TASKS, record=True)
 
 
 @pytest.mark.parametrize(
@@ -473,7 +422,7 @@ async def scores(swarm: AsyncSwarm) -> list[tuple[int, str, float, bool, bool]]:
 
 
 async def test_before_and_after_training_are_on_the_list_and_in_compare(tmp_path: Path, capsys: Any) -> None:
-    async with serving(tmp_path / "data") as served, client(served.url) as swarm:
+    async with serving(tmp_path / "data") as served, client(served) as swarm:
 
         async def improving(task: Task, episode: AsyncEpisode) -> float:
             return min(1.0, 0.25 + episode.policy_version)
@@ -499,7 +448,7 @@ async def test_before_and_after_training_are_on_the_list_and_in_compare(tmp_path
 async def test_the_name_is_that_of_the_task_set(
     task_sets: tuple[str, ...], name: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    async with serving(tmp_path / "data") as served, client(served.url) as swarm:
+    async with serving(tmp_path / "data") as served, client(served) as swarm:
         tasks = [Task(f"t{number}", task_set) for number, task_set in enumerate(task_sets)]
         await swarm.evaluate(right, tasks, progress=False, **options)
         assert await scores(swarm) == [(0, name, 1.0, False, False)]
@@ -522,7 +471,7 @@ PAYLOAD, OTHER = {"question": "1 + 1"}, {"question": "2 + 2"}
 )
 async def test_the_same_tasks_are_one_list(one: list[Task], other: list[Task], is_same: bool, tmp_path: Path) -> None:
     """An asking_agent that changes its payloads does not change the list of a training's held-out tasks."""
-    async with serving(tmp_path / "data") as served, client(served.url) as swarm:
+    async with serving(tmp_path / "data") as served, client(served) as swarm:
         for tasks in (one, other):
             await swarm.evaluate(right, tasks, progress=False)
         first, second = await swarm.evaluations()
@@ -549,7 +498,7 @@ async def test_a_score_of_several_versions_is_not_recorded(
     learned_in: int, progress: bool, tmp_path: Path, capsys: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "agentjet.client")
-    async with serving(tmp_path / "data") as served, client(served.url) as swarm:
+    async with serving(tmp_path / "data") as served, client(served) as swarm:
         seen: list[int] = []
 
         async def learning(task: Task, episode: AsyncEpisode) -> float:
@@ -579,7 +528,7 @@ def ended_report(outcome: Any, reward: float | None) -> EvalReport:
     ],
 )
 async def test_a_failure_to_record_is_a_reason(given: EvalReport, url: str, reason: str, tmp_path: Path) -> None:
-    async with serving(tmp_path / "data") as served, client(served.url) as swarm:
+    async with serving(tmp_path / "data") as served, client(served) as swarm:
         async with AsyncSwarm(url or served.url, TOKEN, retry=Retry(patience=0.0)) as other:
             found = await record_if_possible(other.connection, given, "1 task, 0")
         assert found.startswith(reason) and bool(found) == bool(reason), found
@@ -598,7 +547,7 @@ async def test_a_failure_to_record_is_a_reason(given: EvalReport, url: str, reas
     ],
 )
 async def test_nothing_is_recorded(options: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
-    async with serving(tmp_path / "data") as served, client(served.url) as swarm:
+    async with serving(tmp_path / "data") as served, client(served) as swarm:
         await swarm.evaluate(right, NUMBERS, **options)
         assert await scores(swarm) == []
     assert "not recorded" not in capsys.readouterr().out
@@ -609,7 +558,7 @@ async def test_nothing_is_recorded(options: dict[str, Any], tmp_path: Path, caps
 
 async def test_the_best_is_a_held_out_score(tmp_path: Path) -> None:
     """Better scores before, beside and after it are no held-out scores."""
-    async with serving(tmp_path / "data") as served, client(served.url) as swarm:
+    async with serving(tmp_path / "data") as served, client(served) as swarm:
 
         async def half(task: Task, episode: AsyncEpisode) -> float:
             return 0.5

@@ -69,14 +69,14 @@ def blocked_run(server: Server, run: Callable[[Swarm, object], object]) -> bool:
         seen.append(server.beat_of(episode.id).wait(PATIENCE))  # Blocks the loop.
         return 1.0
 
-    with Swarm(URL, TOKEN, transport=server.transport()) as swarm:
+    with server.client() as swarm:
         run(swarm, agent)
     return seen[0]
 
 
 def in_with(server: Server) -> bool:
     with (
-        Swarm(URL, TOKEN, transport=server.transport()) as swarm,
+        server.client() as swarm,
         swarm.episode("a") as episode,
     ):
         return server.beat_of(episode.id).wait(PATIENCE)
@@ -160,7 +160,7 @@ def test_an_agent_that_blocks_its_loop_is_named_once(
                 await asyncio.sleep(0.02)
         return 1.0
 
-    with Swarm(URL, TOKEN, transport=Server().transport()) as swarm, caplog.at_level(logging.WARNING):
+    with Server().client() as swarm, caplog.at_level(logging.WARNING):
         swarm.train(dozing_agent, [Task("a")], steps=2, progress=False)
     messages = [record.getMessage() for record in caplog.records if record.name == connection.__name__]
     assert len(messages) == blocks
@@ -196,7 +196,7 @@ def test_a_late_loop_is_no_reason_to_blame_an_agent(
     monkeypatch.setattr(connection, "queued_seconds", queued_seconds)
     if not is_busy:
         monkeypatch.setattr("agentjet.client.threads.threading.Thread", Starting)
-    with Swarm(URL, TOKEN, transport=Server().transport()) as swarm, caplog.at_level(logging.WARNING):
+    with Server().client() as swarm, caplog.at_level(logging.WARNING):
         swarm.train(waiting_agent if is_busy else lambda task, episode: 1.0, [Task("a")], steps=1, progress=False)
     assert enough.is_set()
     assert not [record for record in caplog.records if record.name == connection.__name__]
@@ -223,7 +223,7 @@ def test_a_forked_process_makes_its_own() -> None:
 
 def test_leaving_an_episode_ends_its_heartbeats() -> None:
     server = Server()
-    with Swarm(URL, TOKEN, transport=server.transport()) as swarm:
+    with server.client() as swarm:
         with swarm.episode("a") as episode:
             assert isinstance(episode, Episode) and server.beat_of(episode.id).wait(PATIENCE)
             episode.finish(1.0)

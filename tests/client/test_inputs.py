@@ -23,12 +23,12 @@ from typing import Any
 
 import pytest
 
-from agentjet.client import AsyncSwarm, Episode, Swarm, rollout
+from agentjet.client import Episode, rollout
 from agentjet.client.inputs import checked_tasks, listed_tasks
 from agentjet.client.rollout import LOOKAHEAD, MOST_SKIPPED, Groups, RolloutSpec, StreamQueue, TaskStream
 from agentjet.errors import InvalidRequest
 from agentjet.types import Task
-from tests.client.server import TOKEN, URL, FakeServer, FakeTime
+from tests.client.server import FakeServer
 
 TASKS = [Task("a")]
 
@@ -55,113 +55,92 @@ class Hashable(Task):
         return 0
 
 
-def connect(server: FakeServer) -> AsyncSwarm:
-    return AsyncSwarm(URL, TOKEN, retry=FakeTime().retry(), transport=server.transport())
+RUN: dict[str, Any] = {"agent": agent, "tasks": TASKS, "progress": False}
+USUAL: dict[str, dict[str, Any]] = {"train": {**RUN, "steps": 1}, "evaluate": RUN}
+"""Arguments of a method, by default."""
+WRONG_RUNS = (
+    ({"agent": "x"}, r"agent = 'x': give a function"),
+    ({"agent": without_episode}, r"without_episode.* cannot be called as agent\(task, episode\)"),
+    ({"tasks": []}, "there are no tasks"),
+    ({"tasks": ["a"]}, r"tasks\[0\] = 'a': give a Task"),
+    ({"tasks": "abc"}, r"tasks\[0\] = 'a': give a Task"),
+    ({"tasks": Task("a")}, r"tasks = Task\(.*give a list, such as \[Task"),
+    ({"tasks": {Hashable("a")}}, r"tasks is a set, whose order differs from run to run: .*sorted\(tasks"),
+    ({"tasks": 3}, "tasks = 3: give a list, such as"),
+    ({"concurrency": 0}, "concurrency = 0: .*at least 1"),
+)
+REPEATED = (
+    ([Task("q1", payload=0), Task("q2"), Task("q1", payload=10)], r"tasks\[0\] and {}tasks\[2\] .*'q1'.*task_set"),
+    ([Task("q1"), Task("q1")], r"tasks\[0\] and {}tasks\[1\]"),
+    ([Task("1", "algebra"), Task("1", "geometry"), Task("1", "algebra")], r"tasks\[0\] and {}tasks\[2\].*'algebra'"),
+)
+"""Lists with a repeated identity."""
 
 
 @pytest.mark.parametrize(
-    ("asked", "sentence"),
+    ("method", "given", "sentence"),
     [
-        ({"task_id": ""}, "task_id = '': .*at least 1 character"),
-        ({"task_id": "t" * 3000}, "task_id = 't{58}…: .*at most 256 characters"),
-        ({"task_id": "t", "mode": "zz"}, "mode = 'zz': .*'train' or 'eval'"),
-        ({"task_id": "t", "group": 3}, "group = 3: .*string"),
+        ("begin", {"task_id": ""}, "task_id = '': .*at least 1 character"),
+        ("begin", {"task_id": "t" * 3000}, "task_id = 't{58}…: .*at most 256 characters"),
+        ("begin", {"task_id": "t", "mode": "zz"}, "mode = 'zz': .*'train' or 'eval'"),
+        ("begin", {"task_id": "t", "group": 3}, "group = 3: .*string"),
+        *((method, given, sentence) for method in USUAL for given, sentence in WRONG_RUNS),
+        *((method, {"tasks": tasks}, sentence.format("")) for method in USUAL for tasks, sentence in REPEATED),
+        *(
+            ("train", {"steps": steps}, f"steps = {steps!r}: it must be a whole number")
+            for steps in (0, "3", True, 1.5)
+        ),
+        ("train", {"eval_tasks": Task("a"), "eval_every": 1}, "eval_tasks = Task"),
+        ("train", {"eval_tasks": [3], "eval_every": 1}, r"eval_tasks\[0\] = 3"),
+        ("train", {"eval_tasks": {1}, "eval_every": 1}, "eval_tasks is a set"),
+        *(
+            ("train", {"eval_tasks": tasks, "eval_every": 1}, "eval_" + sentence.format("eval_"))
+            for tasks, sentence in REPEATED
+        ),
+        ("train", {"eval_tasks": TASKS}, "eval_tasks needs eval_every"),
+        ("train", {"eval_every": 5}, "eval_every = 5 needs eval_tasks"),
+        ("train", {"stop_after": 3}, "stop_after = 3 counts evaluations"),
+        ("train", {"eval_tasks": TASKS, "eval_every": -1}, "eval_every = -1: it must be a whole number"),
+        ("train", {"eval_tasks": TASKS, "eval_every": 1, "eval_repeats": 0}, "eval_repeats = 0"),
+        ("evaluate", {"repeats": 0}, "repeats = 0: .*at least 1"),
+        ("evaluate", {"at_version": "old"}, "at_version = 'old': .*'newest'"),
+        ("evaluate", {"at_version": -1}, "at_version = -1: .*from 0 on"),
+        ("evaluate", {"temperature": "hot"}, "temperature = 'hot': .*0 .greedy., or 0.01 to 10"),
+        ("evaluate", {"temperature": 1e-44}, "temperature = 1e-44: .*0 .greedy., or 0.01 to 10"),
+        ("evaluate", {"record": True}, "record = True needs at_version"),
+        ("tag", {"policy_version": 10**25, "name": "x"}, r"policy_version = 1000.*less than"),
+        ("tag", {"policy_version": -1, "name": "x"}, r"policy_version = -1: .*greater than or equal to 0"),
+        ("tag", {"policy_version": 1, "name": ""}, "'' is not the name of a tag"),
+        ("tag", {"policy_version": 1, "name": "../x"}, r"'\.\./x' is not the name of a tag: give a letter"),
+        ("tag", {"policy_version": 1, "name": "a/b"}, "'a/b' is not the name of a tag"),
+        ("episodes", {"status": "broken"}, "'broken': .*'live', 'finished', 'aborted', 'expired' or 'not_needed'"),
+        ("episodes", {"min_reward": float("nan")}, "min_reward = nan: .*finite"),
+        ("episodes", {"batch": "x"}, "batch = 'x': .*integer"),
+        ("episodes", {"limit": 0}, "limit = 0: .*greater than or equal to 1"),
+        ("episodes", {"statsu": "live"}, "statsu = 'live': this name is unknown; known are .*status"),
     ],
 )
-def test_an_episode_that_cannot_be_asked_for(asked: dict[str, Any], sentence: str) -> None:
+@pytest.mark.filterwarnings("error")
+def test_what_cannot_be_asked_for(method: str, given: dict[str, Any], sentence: str) -> None:
     server = FakeServer()
-    with pytest.raises(InvalidRequest, match=sentence):
-        asyncio.run(connect(server).begin(**asked))
+    ask = getattr(server.connect(), method)
+    with pytest.raises(ValueError if method in USUAL else InvalidRequest, match=sentence):
+        asyncio.run(ask(**USUAL.get(method, {}) | given))
     assert not server.requests
-
-
-@pytest.mark.parametrize(
-    ("given", "sentence"),
-    [
-        ({"agent": "x"}, r"agent = 'x': give a function"),
-        ({"agent": without_episode}, r"without_episode.* cannot be called as agent\(task, episode\)"),
-        ({"tasks": []}, "there are no tasks"),
-        ({"tasks": ["a"]}, r"tasks\[0\] = 'a': give a Task"),
-        ({"tasks": "abc"}, r"tasks\[0\] = 'a': give a Task"),
-        ({"tasks": Task("a")}, r"tasks = Task\(.*give a list, such as \[Task"),
-        ({"tasks": {Hashable("a")}}, r"tasks is a set, whose order differs from run to run: .*sorted\(tasks"),
-        ({"tasks": 3}, "tasks = 3: give a list, such as"),
-        ({"concurrency": 0}, "concurrency = 0: .*at least 1"),
-    ],
-)
-@pytest.mark.parametrize("verb", ["train", "evaluate"])
-def test_a_run_that_cannot_be_begun(verb: str, given: dict[str, Any], sentence: str) -> None:
-    server = FakeServer()
-    steps = {"steps": 1} if verb == "train" else {}
-    call = {"agent": agent, "tasks": TASKS, "progress": False, **steps, **given}
-    with pytest.raises(ValueError, match=sentence):
-        asyncio.run(getattr(connect(server), verb)(**call))
-    assert not server.requests
-
-
-def test_held_out_tasks_are_checked_by_their_name() -> None:
-    for given, sentence in (
-        (Task("a"), "eval_tasks = Task"),
-        ([3], r"eval_tasks\[0\] = 3"),
-        ({1}, "eval_tasks is a set"),
-    ):
-        with pytest.raises(ValueError, match=sentence):
-            asyncio.run(connect(FakeServer()).train(agent, TASKS, steps=1, eval_tasks=given, eval_every=1))  # type: ignore[arg-type]
 
 
 def test_tasks_may_come_from_an_iterator() -> None:
     server = FakeServer()
     tasks = (Task(name) for name in "ab")
-    report = asyncio.run(connect(server).evaluate(agent, tasks, repeats=2, progress=False))
+    report = asyncio.run(server.connect().evaluate(agent, tasks, repeats=2, progress=False))
     assert [result.task_id for result in report.results] == ["a", "a", "b", "b"]
-    trained = asyncio.run(connect(server).train(agent, iter(TASKS * 3), steps=1, progress=False))
+    trained = asyncio.run(server.connect().train(agent, iter(TASKS * 3), steps=1, progress=False))
     assert len(trained.steps) == 1
-
-
-@pytest.mark.parametrize(
-    ("version", "name", "sentence"),
-    [
-        (10**25, "x", r"policy_version = 1000.*less than"),
-        (-1, "x", r"policy_version = -1: .*greater than or equal to 0"),
-        (1, "", "'' is not the name of a tag"),
-        (1, "../x", r"'\.\./x' is not the name of a tag: give a letter"),
-        (1, "a/b", "'a/b' is not the name of a tag"),
-    ],
-)
-def test_a_tag_that_cannot_be(version: int, name: str, sentence: str) -> None:
-    server = FakeServer()
-    with pytest.raises(InvalidRequest, match=sentence):
-        asyncio.run(connect(server).tag(version, name))
-    assert not server.requests
-
-
-@pytest.mark.parametrize("steps", [0, "3", True, 1.5])
-def test_steps_are_a_whole_number(steps: Any) -> None:
-    with pytest.raises(ValueError, match=f"steps = {steps!r}: it must be a whole number"):
-        asyncio.run(connect(FakeServer()).train(agent, TASKS, steps=steps))
-
-
-@pytest.mark.parametrize(
-    ("given", "sentence"),
-    [
-        ({"repeats": 0}, "repeats = 0: .*at least 1"),
-        ({"at_version": "old"}, "at_version = 'old': .*'newest'"),
-        ({"at_version": -1}, "at_version = -1: .*from 0 on"),
-        ({"temperature": "hot"}, "temperature = 'hot': .*0 .greedy., or 0.01 to 10"),
-        ({"temperature": 1e-44}, "temperature = 1e-44: .*0 .greedy., or 0.01 to 10"),
-    ],
-)
-@pytest.mark.filterwarnings("error")
-def test_an_evaluation_that_cannot_be_had(given: dict[str, Any], sentence: str) -> None:
-    server = FakeServer()
-    with pytest.raises(ValueError, match=sentence):
-        asyncio.run(connect(server).evaluate(agent, TASKS, **given))
-    assert not server.requests
 
 
 def test_an_object_may_be_the_agent() -> None:
     server = FakeServer()
-    assert len(asyncio.run(connect(server).evaluate(Holding(), TASKS, progress=False)).finished) == 1
+    assert len(asyncio.run(server.connect().evaluate(Holding(), TASKS, progress=False)).finished) == 1
 
 
 @pytest.mark.parametrize("given", [3, "", "t" * 257, None])
@@ -193,33 +172,6 @@ class Problem:
 class Unpicklable:
     def __reduce__(self) -> str:
         raise TypeError("an open connection")
-
-
-@pytest.mark.parametrize(
-    ("tasks", "sentence"),
-    [
-        ([Task("q1", payload=0), Task("q2"), Task("q1", payload=10)], r"tasks\[0\] and tasks\[2\] .*'q1'.*task_set"),
-        ([Task("q1"), Task("q1")], r"tasks\[0\] and tasks\[1\]"),
-        ([Task("1", "algebra"), Task("1", "geometry"), Task("1", "algebra")], r"tasks\[0\] and tasks\[2\].*'algebra'"),
-    ],
-)
-@pytest.mark.parametrize("verb", ["train", "evaluate", "eval_tasks"])
-def test_a_list_with_a_repeated_identity_is_refused(tasks: list[Task], sentence: str, verb: str) -> None:
-    def agent(task: Task, episode: Episode) -> float:
-        raise AssertionError("nothing begins")
-
-    with (
-        Swarm(URL, TOKEN, transport=FakeServer().transport()) as swarm,
-        pytest.raises(
-            ValueError, match=sentence.replace("tasks", "eval_tasks" if verb == "eval_tasks" else "tasks", 2)
-        ),
-    ):
-        if verb == "train":
-            swarm.train(agent, tasks, steps=1)
-        elif verb == "evaluate":
-            swarm.evaluate(agent, tasks)
-        else:
-            swarm.train(agent, [Task("a")], steps=1, eval_tasks=tasks, eval_every=1)
 
 
 @pytest.mark.parametrize(
@@ -260,14 +212,10 @@ def test_no_group_mixes_tasks(seed: int) -> None:
         return 1.0
 
     server = FakeServer(batch_size=3, group_size=2)
-    with Swarm(URL, TOKEN, transport=server.transport()) as swarm:
+    with server.client() as swarm:
         swarm.train(agent, random_tasks(random.Random(seed)), steps=6, concurrency=4, progress=False)
     assert len(payloads) >= 18
     assert [group for group, seen in payloads.items() if len(seen) > 1] == []
-
-
-def client(server: FakeServer) -> Swarm:
-    return Swarm(URL, TOKEN, transport=server.transport())
 
 
 def endless() -> Iterator[Task]:
@@ -289,7 +237,7 @@ def ids(specs: list[RolloutSpec]) -> list[str]:
 def test_an_endless_generator_trains_and_is_read_as_needed() -> None:
     drawn = itertools.count()
     server = FakeServer(batch_size=2, group_size=2)
-    with client(server) as swarm:
+    with server.client() as swarm:
         report = swarm.train(agent, (Task(f"t{number}") for number in drawn), steps=5, concurrency=4, progress=False)
     assert len(report.steps) == 5
     begun = list(dict.fromkeys(request.task_id for request in server.begun))
@@ -326,7 +274,7 @@ def test_a_generator_that_ends(
 
 def test_the_end_of_a_long_generator_is_the_end_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rollout, "TASKS_REPEATED", 3)
-    with client(FakeServer(batch_size=2, group_size=1)) as swarm:
+    with FakeServer(batch_size=2, group_size=1).client() as swarm:
         report = swarm.train(agent, itertools.islice(endless(), 8), steps=50, concurrency=1, progress=False)
     assert report.stopped_early and len(report.results) == 8
 
@@ -346,14 +294,14 @@ def test_an_error_of_a_generator_ends_the_run(second: Callable[[], Any], sentenc
         yield from endless()
 
     server = FakeServer()
-    with client(server) as swarm, pytest.raises((ValueError, ZeroDivisionError), match=sentence):
+    with server.client() as swarm, pytest.raises((ValueError, ZeroDivisionError), match=sentence):
         swarm.train(agent, tasks(), steps=50, concurrency=2, progress=False)
 
 
 @pytest.mark.parametrize("tasks", [iter([]), iter(["no task"])])
 def test_a_generator_without_a_task_is_refused_before_the_run(tasks: Iterator[Any]) -> None:
     server = FakeServer()
-    with client(server) as swarm, pytest.raises(ValueError, match=r"there are no tasks|tasks\[0\] = 'no task'"):
+    with server.client() as swarm, pytest.raises(ValueError, match=r"there are no tasks|tasks\[0\] = 'no task'"):
         swarm.train(agent, tasks, steps=1, progress=False)
     assert not server.begun
 

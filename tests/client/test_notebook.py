@@ -12,12 +12,12 @@ from xml.etree import ElementTree
 import pytest
 
 from agentjet.cli.run import run_document
-from agentjet.client import Episode, EpisodeResult, EvalReport, Step, Swarm, TrainReport
+from agentjet.client import Episode, EpisodeResult, EvalReport, Step, TrainReport
 from agentjet.client.report import svg_of
 from agentjet.client.training import SftReport
 from agentjet.protocol import Response, StepList
 from agentjet.types import Task
-from tests.client.server import TOKEN, URL, FakeServer
+from tests.client.server import FakeServer
 
 MANY = tuple(EpisodeResult(f"t{n}", "", "finished", 0, n % 2, error="", where="") for n in range(4000))
 FAILED = EpisodeResult("<b>", "", "aborted", 0, error="ValueError: <script>alert(1)</script>")
@@ -73,7 +73,7 @@ def test_a_client_works_in_a_running_event_loop() -> None:
     """A notebook's cell runs inside a loop of this thread."""
 
     async def cell() -> TrainReport:
-        with Swarm(URL, TOKEN, transport=FakeServer().transport()) as swarm:
+        with FakeServer().client() as swarm:
             return swarm.train(lambda task, episode: 1.0, [Task("a"), Task("b")], steps=2, progress=False)
 
     assert asyncio.run(cell()).rewards == (1.0, 1.0)
@@ -88,7 +88,7 @@ def test_ctrl_c_ends_a_script_and_not_a_prompt(is_interactive: bool, monkeypatch
     if is_interactive:
         monkeypatch.setattr("sys.ps1", "In : ", raising=False)
     server = FakeServer()
-    with Swarm(URL, TOKEN, transport=server.transport()) as swarm:
+    with server.client() as swarm:
         with pytest.raises(KeyboardInterrupt, match="finished training steps are kept") as raised:
             swarm.train(agent, [Task("a")], steps=1_000, progress=False)
         assert isinstance(raised.value, SystemExit) != is_interactive
@@ -97,7 +97,7 @@ def test_ctrl_c_ends_a_script_and_not_a_prompt(is_interactive: bool, monkeypatch
 def test_a_generator_of_an_evaluation_that_does_not_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentjet.client.inputs.MAX_TASKS", 100)
     drawn = itertools.count()
-    with Swarm(URL, TOKEN, transport=FakeServer().transport()) as swarm:
+    with FakeServer().client() as swarm:
         for run in (
             lambda tasks: swarm.evaluate(print, tasks),
             lambda tasks: swarm.train(print, [Task("a")], steps=1, eval_tasks=tasks, eval_every=1),

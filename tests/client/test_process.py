@@ -52,13 +52,13 @@ def in_child(work: Any) -> str:
 
 def test_a_client_that_was_used_before_a_fork_says_so_in_the_child() -> None:
     server = FakeServer()
-    with Swarm(URL, TOKEN, transport=server.transport()) as swarm:
+    with server.client() as swarm:
         swarm.status()
         assert in_child(swarm.status) == f"RuntimeError: {FORKED}"
         assert in_child(lambda: swarm.train(lambda task, episode: 0.0, TASKS, steps=1)) == f"RuntimeError: {FORKED}"
         assert in_child(swarm.close) == "None"
         assert swarm.status().state == "sampling", "the parent's client goes on"
-    with Swarm(URL, TOKEN, transport=server.transport()) as unused:
+    with server.client() as unused:
         assert in_child(lambda: unused.status().state) == "sampling"
 
 
@@ -99,7 +99,7 @@ def test_a_signal_that_comes_twice_leaves_no_episode_live(number: signal.Signals
         held, server.hold_answers = server.hold_answers, None
         swarm._loop._started().call_soon_threadsafe(held.set)
 
-    with Swarm(URL, TOKEN, transport=server.transport()) as swarm:
+    with server.client() as swarm:
         sender = threading.Thread(target=twice)
         sender.start()
         with pytest.raises((SystemExit, KeyboardInterrupt)):

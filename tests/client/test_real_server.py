@@ -1,4 +1,9 @@
-"""The client against the real application over a scripted worker: the two halves of the protocol agree."""
+"""The client against the real application over a scripted worker: the two halves of the protocol agree.
+
+1. Training, evaluation, checkpoints, policies, runs, signals and stragglers.
+2. Records of a run: filters, orders and pages of episodes; batches; chosen metrics of steps. `EpisodeFilters` has the
+   fields of `EpisodeQuery`, except those of pages. `test_inputs` has wrong filters.
+"""
 
 from __future__ import annotations
 
@@ -7,27 +12,32 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import httpx
 import pytest
 
-from agentjet.client import AsyncEpisode, AsyncSwarm, Episode, Retry
-from agentjet.errors import Conflict, Forbidden, InvalidRequest, Unauthorized
+from agentjet.client import AsyncEpisode, AsyncSwarm, Episode, Retry, Swarm
+from agentjet.errors import Conflict, Forbidden, InvalidRequest, NotFound, Unauthorized
+from agentjet.protocol import EpisodeFilters, EpisodeQuery
 from agentjet.types import Reward, Task
 from tests.fakes import saying
-from tests.server.serving import ADMIN, TOKEN, Served, serving
+from tests.server.serving import ADMIN, TOKEN, Served, in_thread, serving
 
 pytestmark = pytest.mark.anyio
 
 TASKS = [Task(f"t{number}", task_set="numbers", payload=number) for number in range(4)]
 
 
-async def agent(task: Task, episode: AsyncEpisode | Episode) -> Reward:
+async def ask(episode: AsyncEpisode | Episode, text: str, **more: Any) -> httpx.Response:
     """Asks with plain HTTP: to make a client of OpenAI's SDK for each episode would be most of this file's time."""
     async with httpx.AsyncClient(base_url=episode.base_url, verify=False, trust_env=False) as http:
-        body = {"model": episode.model, "messages": [{"role": "user", "content": f"number {task.payload}"}]}
-        answer = await http.post("/chat/completions", json=body, headers={"Authorization": f"Bearer {episode.api_key}"})
+        body = {"model": episode.model, "messages": [{"role": "user", "content": text}], **more}
+        return await http.post("/chat/completions", json=body, headers={"Authorization": f"Bearer {episode.api_key}"})
+
+
+async def agent(task: Task, episode: AsyncEpisode | Episode) -> Reward:
+    answer = await ask(episode, f"number {task.payload}")
     right = answer.raise_for_status().json()["choices"][0]["message"]["content"] == "2"
     return Reward(float(right), metrics={"right": float(right)})
 
@@ -267,3 +277,54 @@ def test_an_agent_whose_episode_the_server_ended_gives_its_place_back(tmp_path: 
 
     served: Served
     asyncio.run(scenario())
+
+
+# ---- records ---------------------------------------------------------------------------------------------------------
+
+
+pytestmark = pytest.mark.anyio
+
+
+def test_the_filters_are_those_of_the_route() -> None:
+    assert get_type_hints(EpisodeFilters).keys() | {"limit", "before"} == EpisodeQuery.model_fields.keys()
+
+
+def test_episodes_by_filter_and_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentjet.protocol.MOST_EPISODES", 2)
+
+    async def play(served: Served) -> None:
+        for number in range(5):
+            await served.run.episode(number / 4, task=f"t{number // 2}")
+
+    with (
+        in_thread(serving(tmp_path / "d", saying(lambda prompt: "hi"), job={"batch_size": 8})) as (served, loop),
+        Swarm(served.url, TOKEN) as swarm,
+    ):
+        loop.run(play(served))
+        with swarm.episode("lost", task_set="s & t"):
+            pass
+        assert [view.reward for view in swarm.episodes(2, sort="-reward").episodes] == [1.0, 0.75]
+        page = swarm.episodes(2, status="finished", max_reward=0.5, count=True)
+        assert (len(page.episodes), page.total) == (2, 3) and page.next is not None
+        [last] = swarm.episodes(2, before=page.next, status="finished", max_reward=0.5).episodes
+        assert last.reward == 0.0
+        assert [view.task_id for view in swarm.episodes(task_set="s & t").episodes] == ["lost"]
+        rewards = [view.reward for view in swarm.all_episodes(sort="oldest", status="finished")]
+        assert rewards == [0.0, 0.25, 0.5, 0.75, 1.0]
+        with pytest.raises(NotFound, match="no episode 'gone'"):
+            swarm.episodes(before="gone")
+
+
+async def test_batches_and_steps(tmp_path: Path) -> None:
+    async with serving(tmp_path / "d") as served, AsyncSwarm(served.url, TOKEN) as swarm:
+        for _ in range(3):
+            await served.run.batch()
+        page = await swarm.batches(2)
+        assert ([batch.id for batch in page.batches], page.next) == ([2, 1], 1)
+        assert [batch.id for batch in (await swarm.batches(before=page.next)).batches] == [0]
+        batch = await swarm.batch(0)
+        assert batch.metrics["reward/mean"] == 0.5 and len(batch.groups) == 2
+        with pytest.raises(NotFound, match="no batch 9"):
+            await swarm.batch(9)
+        steps = await swarm.steps(0, metrics=["reward/mean", "reward/std"])
+        assert steps.versions == [1, 2, 3] and steps.metrics.keys() == {"reward/mean", "reward/std"}

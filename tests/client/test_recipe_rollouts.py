@@ -7,16 +7,16 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
-import httpx
 import pytest
 
-from agentjet.client import AsyncEpisode, AsyncSwarm, Retry
+from agentjet.client import AsyncEpisode
 from agentjet.client.rollout import RolloutQueue
 from agentjet.errors import Conflict
 from agentjet.recipes.baselines import Grpo
 from agentjet.recipes.rollout import Rollout, TaskStats
 from agentjet.types import Task
-from tests.server.serving import TOKEN, Served, serving
+from tests.client.test_real_server import ask, client
+from tests.server.serving import serving
 
 pytestmark = pytest.mark.anyio
 
@@ -38,20 +38,10 @@ def job(**recipe: bool) -> dict[str, object]:
     return {"group_size": 3, "batch_size": 2, "recipe": {"name": f"{__name__}:Chosen", **recipe}}
 
 
-def client(served: Served) -> AsyncSwarm:
-    return AsyncSwarm(served.url, TOKEN, retry=Retry(patience=5.0))
-
-
-async def ask(episode: AsyncEpisode) -> httpx.Response:
-    async with httpx.AsyncClient(base_url=episode.base_url, verify=False, trust_env=False) as http:
-        body = {"model": "policy", "messages": [{"role": "user", "content": "1 + 1?"}], "temperature": 0.3}
-        return await http.post("/chat/completions", json=body, headers={"Authorization": f"Bearer {episode.api_key}"})
-
-
 async def agent(task: Task, episode: AsyncEpisode) -> float:
     """Only the task t2 can be solved."""
     for _ in range(episode.max_turns):
-        (await ask(episode)).raise_for_status()
+        (await ask(episode, "1 + 1?", temperature=0.3)).raise_for_status()
     return float(task.payload == 2)
 
 
@@ -88,7 +78,7 @@ async def test_training_goes_on_if_every_task_is_skipped(tmp_path: Path) -> None
 async def test_a_turn_beyond_the_limit_is_refused_and_the_episode_can_end(tmp_path: Path) -> None:
     async with serving(tmp_path / "data", job=job()) as served, client(served) as swarm:
         episode = await swarm.begin("t1")
-        first, second = await ask(episode), await ask(episode)
+        first, second = [await ask(episode, "1 + 1?", temperature=0.3) for _ in range(2)]
         assert (first.status_code, second.status_code) == (200, 400)
         assert second.json()["error"]["code"] == "turn_limit" and "its 1 turns" in second.text
         assert second.headers["x-should-retry"] == "false"
@@ -97,7 +87,7 @@ async def test_a_turn_beyond_the_limit_is_refused_and_the_episode_can_end(tmp_pa
         assert view.noted == {f"temperature overridden by the recipe {Chosen.__module__}:Chosen": 1}
         async with swarm.episode("t1", mode="eval") as evaluated:
             assert evaluated.max_turns == 0
-            assert [(await ask(evaluated)).status_code for _ in range(2)] == [200, 200]
+            assert [(await ask(evaluated, "1 + 1?")).status_code for _ in range(2)] == [200, 200]
 
 
 def test_sets_whose_tasks_are_all_skipped_come_last() -> None:

@@ -23,15 +23,16 @@ import pytest
 from pydantic import ValidationError
 
 from agentjet.cli.run import reward_source
-from agentjet.client import AgentFailing, AsyncEpisode, AsyncSwarm, Command, Endpoint, Episode, Swarm
+from agentjet.client import AgentFailing, AsyncEpisode, AsyncSwarm, Command, Endpoint, Episode
 from agentjet.client.command import environment
 from agentjet.client.episode import checked_reward, finish_body
 from agentjet.client.report import EpisodeResult, Progress, Step, TrainReport, rows
 from agentjet.errors import InvalidRequest
-from agentjet.protocol import CallView, EpisodeTree, FinishRequest, status_of
+from agentjet.protocol import FinishRequest, status_of
 from agentjet.types import MAX_REWARD_TEXT, Reward, Task
-from tests.client.server import TOKEN, URL, FakeServer, FakeTime
-from tests.client.test_evaluation import client
+from tests.client.server import FakeServer
+from tests.client.test_real_server import client
+from tests.fakes import call_view, episode_tree
 from tests.server.serving import Served, serving
 
 pytestmark = pytest.mark.anyio
@@ -109,6 +110,10 @@ def test_a_wrong_number_is_refused_where_the_reward_is_made(place: str, wrong: A
         ({"by_turn": 0.5}, r"^by_turn is 0\.5: give a list of numbers"),
         ({"by_turn": {"critic": 0.5}}, r"^by_turn\['critic'\] is 0\.5: give a list of numbers"),
         ({"metrics": {"": 1}}, r"^metrics has an empty name"),
+        *(
+            ({"text": wrong}, "^text is .*: give the reason for the reward as text")
+            for wrong in (30, None, b"30", ["30"])
+        ),
     ],
 )
 def test_the_fields_of_a_reward_have_their_form(fields: dict[str, Any], message: str) -> None:
@@ -135,10 +140,6 @@ def test_booleans_are_numbers_over_http_and_text_is_not() -> None:
 
 POLICIES = ("planner", "coder")
 TASKS = [Task(f"t{number}", payload=number) for number in range(4)]
-
-
-def connect(server: FakeServer) -> AsyncSwarm:
-    return AsyncSwarm(URL, TOKEN, retry=FakeTime().retry(), transport=server.transport())
 
 
 @pytest.mark.parametrize(
@@ -184,7 +185,7 @@ def test_rewards_that_are_refused(returned: Any, param: str, sentence: str) -> N
 
 async def test_a_run_without_named_policies_takes_no_reward_by_policy() -> None:
     server = FakeServer()
-    swarm = connect(server)
+    swarm = server.connect()
     async with swarm.episode("t") as episode:
         for end in (episode.finish({"planner": 1.0}), swarm.finish(episode.id, {"planner": 1.0})):
             with pytest.raises(InvalidRequest, match=r"\(planner\).*return a number, or Reward\(number, by_role="):
@@ -199,12 +200,12 @@ def test_an_endpoint_has_no_policies() -> None:
 
     endpoint = Endpoint("http://127.0.0.1:1/v1", "other")
     with pytest.raises(AgentFailing, match="no named policies: return a number"):
-        asyncio.run(connect(FakeServer()).evaluate(agent, TASKS, endpoint=endpoint, concurrency=1, progress=False))
+        asyncio.run(FakeServer().connect().evaluate(agent, TASKS, endpoint=endpoint, concurrency=1, progress=False))
 
 
 def test_finish_takes_rewards_by_policy() -> None:
     server = FakeServer(policies=POLICIES)
-    with Swarm(URL, TOKEN, transport=server.transport()) as swarm:
+    with server.client() as swarm:
         with swarm.episode("t", group="g") as episode:
             assert (episode.policies, episode.model) == (POLICIES, "")
             episode.finish({"planner": 1.0, "coder": 0.5})
@@ -217,7 +218,7 @@ def test_finish_takes_rewards_by_policy() -> None:
 @pytest.mark.parametrize("reload", [False, True])
 def test_training_with_rewards_by_policy(reload: bool) -> None:
     server = FakeServer(policies=POLICIES)
-    report = asyncio.run(connect(server).train(plan_and_code, TASKS, steps=2, progress=False, reload=reload))
+    report = asyncio.run(server.connect().train(plan_and_code, TASKS, steps=2, progress=False, reload=reload))
     assert len(report.rewards_of("planner")) == 2
     by_policy = zip(report.rewards_of("planner"), report.rewards_of("coder"), strict=True)
     assert [((planner + coder) / 2, coder) for planner, coder in by_policy] == [(r, 0.5) for r in report.rewards]
@@ -233,7 +234,7 @@ def test_an_evaluation_reports_each_policy() -> None:
         return {"planner": 1.0, "coder": float(task.payload == 3)}
 
     server = FakeServer(policies=POLICIES)
-    with Swarm(URL, TOKEN, transport=server.transport()) as swarm:
+    with server.client() as swarm:
         report = swarm.evaluate(agent, TASKS, repeats=2, progress=False)
     assert (report.policies, report.mean_reward) == (POLICIES, 0.625)
     assert report.of_policy("coder").mean_at_k.value == 0.25
@@ -262,7 +263,7 @@ def test_steps_of_other_clients_are_not_shown_as_own_work(capsys: pytest.Capture
 
 def test_a_program_gets_the_names_of_the_policies(monkeypatch: pytest.MonkeyPatch) -> None:
     async def begin(server: FakeServer) -> AsyncEpisode:
-        return await connect(server).begin("t")
+        return await server.connect().begin("t")
 
     monkeypatch.setenv("OPENAI_MODEL", "planner")
     given = environment(TASKS[0], asyncio.run(begin(FakeServer(policies=POLICIES))))
@@ -274,20 +275,12 @@ def test_a_program_gets_the_names_of_the_policies(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_row_has_the_reward_of_its_role_else_of_its_policy() -> None:
-    calls = [call(role) for role in ("planner", "planner/critic", "coder/critic")]
+    message, response = {"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}
+    roles = ("planner", "planner/critic", "coder/critic")
+    calls = [call_view(role, role=role, messages=[message], response=response) for role in roles]
     by_role = {"planner": 1.0, "coder": 0.5, "planner/critic": 0.0}
-    facts = {"status": "finished", "mode": "train", "task_id": "t", "task_set": "", "group": "t", "client_id": "c"}
-    tree = EpisodeTree(episode_id="e", policy_version=0, reward=0.75, by_role=by_role, calls=calls, **facts)  # type: ignore[arg-type]
+    tree = episode_tree(*calls, reward=0.75, by_role=by_role)
     assert [row["reward"] for row in rows(tree)] == [1.0, 0.0, 0.5]
-
-
-def call(role: str) -> CallView:
-    message = {"role": "user", "content": "?"}
-    empty: dict[str, Any] = {name: [] for name in ("tools", "tokens", "texts", "mask", "logprobs", "versions")}
-    absent: dict[str, Any] = {"parent": None, "after": None, "retry_of": None, "orphan": "", "fork": ""}
-    response = {"role": "assistant", "content": "!"}
-    sampled: dict[str, Any] = {"temperature": 1.0, "finish_reason": "stop", "created": 0.0, "kept": 0}
-    return CallView(call_id=role, role=role, messages=[message], response=response, **empty, **absent, **sampled)
 
 
 def test_rewards_of_turns_reach_the_request_by_role() -> None:
@@ -341,7 +334,7 @@ async def over_http(served: Served, swarm: AsyncSwarm) -> None:
 async def test_the_text_is_read_where_the_reward_is(
     way: Callable[[Served, AsyncSwarm], Awaitable[None]], tmp_path: Path
 ) -> None:
-    async with serving(tmp_path / "data") as served, client(served.url) as swarm:
+    async with serving(tmp_path / "data") as served, client(served) as swarm:
         await way(served, swarm)
         [listed] = (await swarm.episodes()).episodes
         assert (listed.reward, listed.reward_text) == (0.0, TEXT)
@@ -385,9 +378,3 @@ def test_texts_that_are_too_long_together_show_their_cut() -> None:
     first, second, third = both.split("\n")
     assert first.startswith("one: xxx") and first.endswith("x…") and second == first.replace("one", "two")
     assert third == "three: short" and 6_000 < len(both) <= MAX_REWARD_TEXT
-
-
-@pytest.mark.parametrize("wrong", [30, None, b"30", ["30"]])
-def test_another_value_is_refused_by_name(wrong: Any) -> None:
-    with pytest.raises(InvalidRequest, match=r"^text is .*: give the reason for the reward as text"):
-        Reward(0.0, text=wrong)

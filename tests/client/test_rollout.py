@@ -22,7 +22,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from agentjet.client import AgentFailing, AsyncEpisode, AsyncSwarm, Episode, Retry, Swarm, wilson_interval
+from agentjet.client import AgentFailing, AsyncEpisode, AsyncSwarm, Episode, Retry, wilson_interval
 from agentjet.client.agent_source import AgentVersion
 from agentjet.client.episode import STOPPED, wait_for_end
 from agentjet.client.rollout import (
@@ -56,16 +56,12 @@ async def async_agent(task: Task, episode: AsyncEpisode) -> Reward:
     return Reward(task.payload / 10, metrics={"turns": 2.0})
 
 
-def client(server: FakeServer) -> Swarm:
-    return Swarm(URL, TOKEN, transport=server.transport())
-
-
 @pytest.mark.parametrize("agent", [sync_agent, async_agent])
 @pytest.mark.parametrize("concurrency", [1, 3, 16])
 def test_train_learns_the_steps_asked_for(agent: Callable[..., float], concurrency: int) -> None:
     server = FakeServer()
     server.version = 7
-    with client(server) as swarm:
+    with server.client() as swarm:
         report = swarm.train(agent, TASKS, steps=3, concurrency=concurrency, progress=False)
     assert server.version >= 10
     assert {request.ends_at_version for request in server.begun} == {10}, "the page shows the time until then"
@@ -83,7 +79,7 @@ def test_train_learns_the_steps_asked_for(agent: Callable[..., float], concurren
 
 def test_steps_that_could_teach_nothing_are_reported_once(capsys: pytest.CaptureFixture[str]) -> None:
     server = FakeServer()
-    with client(server) as swarm:
+    with server.client() as swarm:
         report = swarm.train(lambda task, episode: 0.0, TASKS, steps=5, concurrency=4)
         shown = capsys.readouterr().out
         assert shown.count("batches in a row could teach nothing") == 1
@@ -106,7 +102,7 @@ def test_a_failing_agent_aborts_is_tried_again_and_never_scored() -> None:
             raise TimeoutError("the tool hung")
         return 1.0
 
-    with client(server) as swarm:
+    with server.client() as swarm:
         report = swarm.train(flaky, TASKS, steps=4, concurrency=4, progress=False)
     assert report.rewards == (1.0, 1.0, 1.0, 1.0)
     assert report.num_aborted >= 4 * 2
@@ -122,7 +118,7 @@ def test_a_failing_agent_aborts_is_tried_again_and_never_scored() -> None:
 @pytest.mark.parametrize("returned", [None, float("nan"), "good"])
 def test_an_agent_that_never_works_ends_the_run_with_its_reason(returned: object) -> None:
     server = FakeServer()
-    with client(server) as swarm, pytest.raises(AgentFailing, match=r"every episode of \d tasks failed .* reward is"):
+    with server.client() as swarm, pytest.raises(AgentFailing, match=r"every episode of \d tasks failed .* reward is"):
         swarm.train(lambda task, episode: returned, TASKS, steps=1, concurrency=4, progress=False)
     assert server.version == 0
     assert server.by_status().keys() == {"aborted"}
@@ -132,11 +128,11 @@ def test_an_agent_that_calls_no_model_ends_the_run() -> None:
     server = FakeServer(max_steps=0, batch_size=100)
     server.num_calls = 0
     with (
-        client(server) as swarm,
+        server.client() as swarm,
         pytest.raises(AgentFailing, match=r"no episode .* \(8\) made a call .* episode\.base_url"),
     ):
         swarm.train(sync_agent, TASKS, steps=1, concurrency=4, progress=False)
-    with client(server) as swarm:  # nothing is wrong with that where nothing is trained
+    with server.client() as swarm:  # nothing is wrong with that where nothing is trained
         assert len(swarm.evaluate(sync_agent, TASKS, concurrency=1, progress=False).finished) == len(TASKS)
 
 
@@ -151,7 +147,7 @@ def test_an_agent_that_calls_no_model_ends_the_run() -> None:
 )
 def test_the_reason_of_a_failing_agent_is_true_for_its_tasks(num_tasks: int, concurrency: int, text: str) -> None:
     """An evaluation of one task that is attempted twice is not one that tries it once."""
-    with client(FakeServer()) as swarm, pytest.raises(AgentFailing) as failed:
+    with FakeServer().client() as swarm, pytest.raises(AgentFailing) as failed:
         swarm.evaluate(broken, TASKS[:num_tasks], concurrency=concurrency, progress=False)
     assert str(failed.value).startswith(text)
     assert ("evaluate it on one task" in str(failed.value)) == (num_tasks > 1)
@@ -188,23 +184,31 @@ class Silent:
     ],
 )
 def test_what_ends_a_run_names_the_agents_own_line(agent: Callable[..., float], line: int | None, said: str) -> None:
-    with client(FakeServer()) as swarm, pytest.raises(AgentFailing, match=f"(?s){said}") as failed:
+    with FakeServer().client() as swarm, pytest.raises(AgentFailing, match=f"(?s){said}") as failed:
         swarm.train(agent, TASKS, steps=1, concurrency=1, progress=False)
     assert f" at {__file__}:{line or ''}" in str(failed.value)
 
 
-def test_an_async_agent_that_exits_ends_its_episode_only() -> None:
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (SystemExit(3), "RuntimeError: the agent called sys.exit(3)"),
+        (Unreachable("no answer from the judge"), "Unreachable: no answer from the judge"),
+    ],
+)
+def test_an_error_of_an_async_agent_ends_its_episode_only(error: BaseException, reason: str) -> None:
     server = FakeServer()
 
     async def agent(task: Task, episode: AsyncEpisode) -> float:
         if episode.id == "ep0":
-            sys.exit(3)
+            raise error
         return 1.0
 
-    with client(server) as swarm:
-        report = swarm.evaluate(agent, TASKS, progress=False)
-    assert report.mean_reward == 1.0
-    assert server.episodes["ep0"].reason == "RuntimeError: the agent called sys.exit(3)"
+    with server.client() as swarm:
+        report = swarm.train(agent, TASKS, steps=1, concurrency=2, progress=False)
+    assert len(report.steps) == 1 and report.mean_reward == 1.0
+    assert [result.error for result in report.results if result.outcome == "aborted"] == [reason]
+    assert server.episodes["ep0"].reason == reason
 
 
 def inside(error: BaseException) -> list[str]:
@@ -215,19 +219,19 @@ def inside(error: BaseException) -> list[str]:
 
 
 def test_tracebacks_show_one_frame_and_nothing_of_the_inside() -> None:
-    with pytest.raises(AgentFailing) as failing, client(FakeServer()) as swarm:
+    with pytest.raises(AgentFailing) as failing, FakeServer().client() as swarm:
         swarm.train(broken, TASKS, steps=1, concurrency=1, progress=False)
     assert inside(failing.value) == ["run_agents"]
-    with pytest.raises(AgentFailing) as failing, client(FakeServer()) as swarm:
+    with pytest.raises(AgentFailing) as failing, FakeServer().client() as swarm:
         swarm.evaluate(broken, TASKS, concurrency=1, progress=False)
     assert inside(failing.value) == ["run_agents"]
-    with pytest.raises(Unauthorized) as refused, Swarm(URL, "wrong", transport=FakeServer().transport()) as swarm:
+    with pytest.raises(Unauthorized) as refused, FakeServer().client("wrong") as swarm:
         swarm.train(sync_agent, TASKS, steps=1, progress=False)
     assert inside(refused.value) == ["run_agents"]
     down = FakeServer()
     down.be_down = 10_000
     brief = Retry(first_patience=0.0)
-    with pytest.raises(Unreachable) as silent, Swarm(URL, TOKEN, transport=down.transport(), retry=brief) as swarm:
+    with pytest.raises(Unreachable) as silent, down.client(retry=brief) as swarm:
         swarm.evaluate(sync_agent, TASKS, progress=False)
     assert inside(silent.value) == ["run_agents"]
 
@@ -248,7 +252,7 @@ def test_an_episode_the_server_reclaimed_is_expired_not_scored() -> None:
             server.episodes["ep1"] = server.episodes["ep1"].model_copy(update={"status": "expired"})
         return 1.0
 
-    with client(server) as swarm:
+    with server.client() as swarm:
         report = swarm.evaluate(slow, TASKS[:2], concurrency=1, progress=False)
     assert [result.outcome for result in report.results] == ["finished", "finished"]
     assert server.by_status() == {"finished": 2, "expired": 1}
@@ -268,7 +272,7 @@ def test_what_the_server_ends_as_surplus_is_not_needed_and_not_tried_again() -> 
             raise ConnectionError("409: the episode has ended")
         return 1.0
 
-    with client(server) as swarm:
+    with server.client() as swarm:
         report = swarm.train(agent, TASKS, steps=1, concurrency=1, progress=False)
     spare = [result for result in report.results if result.error.startswith("surplus: ")]
     assert [result.outcome for result in spare] == ["not_needed"] * 3
@@ -278,7 +282,7 @@ def test_what_the_server_ends_as_surplus_is_not_needed_and_not_tried_again() -> 
 
 def test_evaluate_reports_in_the_order_of_the_tasks_and_trains_nothing() -> None:
     server = FakeServer(batch_size=1, group_size=2)
-    with client(server) as swarm:
+    with server.client() as swarm:
         report = swarm.evaluate(async_agent, TASKS, repeats=2, concurrency=3, progress=False)
     assert [result.task_id for result in report.results] == [task.id for task in TASKS for _ in range(2)]
     assert report.mean_reward == pytest.approx(0.2)
@@ -288,23 +292,6 @@ def test_evaluate_reports_in_the_order_of_the_tasks_and_trains_nothing() -> None
     assert {view.mode for view in server.episodes.values()} == {"eval"}
 
 
-def test_silence_inside_an_agent_ends_its_episode_only() -> None:
-    server = FakeServer()
-    attempts = itertools.count()
-
-    async def agent(task: Task, episode: AsyncEpisode) -> float:
-        if next(attempts) == 0:
-            raise Unreachable("no answer from the judge")
-        return 1.0
-
-    with Swarm(URL, TOKEN, transport=server.transport()) as swarm:
-        report = swarm.train(agent, TASKS, steps=1, concurrency=2, progress=False)
-    assert len(report.steps) == 1
-    assert [result.error for result in report.results if result.outcome == "aborted"] == [
-        "Unreachable: no answer from the judge"
-    ]
-
-
 def test_an_agent_may_finish_its_episode_itself() -> None:
     server = FakeServer()
 
@@ -312,7 +299,7 @@ def test_an_agent_may_finish_its_episode_itself() -> None:
         episode.heartbeat()
         episode.finish(Reward(0.25))
 
-    with client(server) as swarm:
+    with server.client() as swarm:
         report = swarm.evaluate(agent, TASKS[:1], progress=False)
     assert report.mean_reward == 0.25
 
@@ -320,7 +307,7 @@ def test_an_agent_may_finish_its_episode_itself() -> None:
 def test_an_impossible_number_of_steps_is_refused() -> None:
     server = FakeServer(max_steps=10)
     server.version = 8
-    with client(server) as swarm:
+    with server.client() as swarm:
         with pytest.raises(InvalidRequest, match=r"max_steps = 10.*2 steps are left, 3 were asked for"):
             swarm.train(sync_agent, TASKS, steps=3, progress=False)
         with pytest.raises(ValueError, match="no tasks"):
@@ -338,7 +325,7 @@ def test_a_failed_engine_ends_the_training() -> None:
         await asyncio.sleep(60)
         return 0.0
 
-    with client(server) as swarm, pytest.raises(Conflict, match="the disk is full"):
+    with server.client() as swarm, pytest.raises(Conflict, match="the disk is full"):
         swarm.train(agent, TASKS, steps=1, progress=False)
     assert server.by_status()["live"] == 0
 
@@ -353,7 +340,7 @@ def test_ctrl_c_aborts_the_live_episodes_and_is_raised() -> None:
         stuck.wait(30)
         return 1.0
 
-    with client(server) as swarm, pytest.raises(KeyboardInterrupt, match="live episodes were aborted") as interrupted:
+    with server.client() as swarm, pytest.raises(KeyboardInterrupt, match="live episodes were aborted") as interrupted:
         swarm.train(agent, TASKS, steps=1, concurrency=12, progress=False)  # 8 of which wait for room
     stuck.set()
     assert server.by_status() == {"aborted": 4}, "no place that an abort freed was taken on the way out"
@@ -363,7 +350,7 @@ def test_ctrl_c_aborts_the_live_episodes_and_is_raised() -> None:
 
 def test_sync_methods_inside_an_async_agent_are_refused_instead_of_hanging() -> None:
     server = FakeServer()
-    with client(server) as swarm:
+    with server.client() as swarm:
 
         async def agent(task: Task, episode: AsyncEpisode) -> float:
             swarm.status()
@@ -455,7 +442,7 @@ def test_the_members_of_a_begun_group_come_first_also_of_a_full_set(stream: bool
 
 def test_progress_lines_say_step_reward_speed_failures_and_time_left(capsys: pytest.CaptureFixture[str]) -> None:
     server = FakeServer()
-    with client(server) as swarm:
+    with server.client() as swarm:
         swarm.train(lambda task, episode: 0.5, TASKS, steps=2, concurrency=4)
     first, last = capsys.readouterr().out.splitlines()
     assert first.startswith("training 1/2  reward 0.500  ") and first.endswith("left")
@@ -465,7 +452,7 @@ def test_progress_lines_say_step_reward_speed_failures_and_time_left(capsys: pyt
 
 async def test_a_run_that_gets_no_episode_says_what_the_server_waits_for(capsys: pytest.CaptureFixture[str]) -> None:
     server, time = FakeServer(batch_size=1), FakeTime()
-    async with AsyncSwarm(URL, TOKEN, transport=server.transport(), retry=time.retry()) as swarm:
+    async with server.connect(time) as swarm:
         other = await swarm.begin("t", group="of somebody else")
         training = asyncio.create_task(swarm.train(async_agent, TASKS, steps=1, concurrency=2))
         while server.requests["GET status"] < 5:
@@ -620,7 +607,7 @@ def test_a_task_that_is_given_up_closes_its_group(concurrency: int) -> None:
             raise RuntimeError("the tool broke")
         return 1.0
 
-    with client(server) as swarm:
+    with server.client() as swarm:
         swarm.train(fails_for_one_place, TASKS, steps=2, concurrency=concurrency, progress=False)
     if concurrency == 1:  # the second place uses up its attempts
         left = [name.group for request in server.closed if not request.not_needed for name in request.groups]
@@ -631,7 +618,7 @@ def test_a_task_that_is_given_up_closes_its_group(concurrency: int) -> None:
 def test_the_end_of_a_run_closes_the_groups_that_lack_members() -> None:
     server = FakeServer(batch_size=2, group_size=2)
 
-    with client(server) as swarm:
+    with server.client() as swarm:
         swarm.train(sync_agent, TASKS, steps=1, concurrency=3, progress=False)
         assert all(request.not_needed for request in server.closed)
         assert not server.groups
@@ -804,7 +791,7 @@ async def test_a_second_failure_does_not_cut_the_end_of_a_run_short() -> None:
 async def test_an_episode_that_is_begun_after_the_end_of_its_run_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentjet.client.episode.ABORT_SECONDS", 0.0)
     server = FakeServer()
-    async with AsyncSwarm(URL, TOKEN, transport=server.transport(), retry=FakeTime().retry()) as swarm:
+    async with server.connect() as swarm:
         server.hold_answers = asyncio.Event()
         beginning = asyncio.create_task(swarm.begin("t1"))
         while not server.episodes:
@@ -839,7 +826,7 @@ def reproducible(
             raise OSError("away")
         return task.payload / 10
 
-    with client(server) as swarm:
+    with server.client() as swarm:
         swarm.train(agent, TASKS, steps=steps, concurrency=concurrency, seed=seed, progress=False, reproducible=True)
     groups: dict[str, list[BeginRequest]] = {}
     for request in server.begun:
@@ -856,7 +843,7 @@ def test_a_reproducible_run_has_the_same_groups_and_seeds() -> None:
     assert not {seed for _, seed in members} & {seed for _, seed in reproducible(3, seed=2)[1]}
     again = reproducible(3, seed=1, fails_at=0)[1]
     assert {*members} < {*again}, "a failed episode is attempted again with another seed"
-    with client(FakeServer()) as swarm, pytest.raises(ValueError, match="tasks of one task set"):
+    with FakeServer().client() as swarm, pytest.raises(ValueError, match="tasks of one task set"):
         swarm.train(agent_of_tasks, [Task("a"), Task("b", task_set="x")], steps=1, reproducible=True, progress=False)
 
 
@@ -868,7 +855,7 @@ def test_the_order_holds_over_many_batches() -> None:
 def test_an_evaluation_has_the_seeds_of_its_tasks_and_repeats() -> None:
     def seeds(seed: int | None) -> list[int | None]:
         server = FakeServer()
-        with client(server) as swarm:
+        with server.client() as swarm:
             swarm.evaluate(agent_of_tasks, TASKS, repeats=2, seed=seed, progress=False)
         return sorted((one.seed for one in server.begun), key=lambda one: one or 0)
 

@@ -10,23 +10,20 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from threading import Thread
-from typing import Any
 
 import pytest
 
 from agentjet.cli import example, load_example
-from agentjet.client import AsyncEpisode, Episode, Estimate
+from agentjet.client import Episode, Estimate, Swarm
 from agentjet.errors import ConfigError
-from agentjet.protocol import BeginRequest, BeginResponse
-from agentjet.types import Task
+from agentjet.protocol import EpisodeTree
+from agentjet.types import Reward, Task
 from examples.arithmetic.agent import FirstAnswer, agent, held_out_tasks, is_equation, is_right, training_tasks
 from examples.arithmetic.report import Score, draw_rewards, label_heights, smooth, write_report
+from tests.fakes import saying
+from tests.server.serving import TOKEN, Served, in_thread, serving
 
 
 def test_held_out_sums_are_never_trained_on_either_way_round() -> None:
@@ -61,96 +58,50 @@ def test_an_answer_is_the_equation_and_nothing_else(answer: str, formed: bool, r
     assert (is_equation(answer, 3, 4), is_right(answer, 3, 4)) == (formed, right)
 
 
-@dataclass
-class ScriptedModel:
-    """An OpenAI-compatible server that answers its script and keeps the requests."""
-
-    script: Sequence[str]
-    asked: list[dict[str, Any]] = field(default_factory=list)
-    url: str = ""
-
-    def episode(self, task: Task) -> Episode:
-        begun = BeginResponse(
-            episode_id="ep1",
-            base_url=f"{self.url}/v1",
-            api_key="the-key",
-            model="policy",
-            policy_version=0,
-            lease_seconds=60,
-            expires_at=0,
-        )
-        asynchronous = AsyncEpisode(None, begun, BeginRequest(task_id=task.id))  # type: ignore[arg-type]
-        return Episode(asynchronous, run=None)  # type: ignore[arg-type]
-
-
-@pytest.fixture
-def model() -> Iterator[ScriptedModel]:
-    model = ScriptedModel(script=[])
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            assert self.headers["Authorization"] == "Bearer the-key"
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            model.asked.append(body)
-            message = {"role": "assistant", "content": model.script[len(model.asked) - 1]}
-            choice = {"index": 0, "message": message, "finish_reason": "stop", "logprobs": None}
-            answer = {"id": "c", "object": "chat.completion", "created": 0, "model": "policy", "choices": [choice]}
-            payload = json.dumps(answer).encode()
-            self.send_response(200)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(payload)))
-            self.end_headers()
-            self.wfile.write(payload)
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-    model.url = f"http://127.0.0.1:{server.server_port}"
-    yield model
-    server.shutdown()
-    server.server_close()
-
-
 TASK = Task("3+4", payload=(3, 4))
 
 
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Served]:
+    with in_thread(serving(tmp_path / "data")) as (served, _):
+        yield served
+
+
+def play(served: Served, *answers: str, agent: Callable[[Task, Episode], Reward] = agent) -> tuple[Reward, EpisodeTree]:
+    """The reward and the calls of an agent whose model gives these answers."""
+    script = iter(answers)
+    served.run.compute.script = saying(lambda prompt: next(script))
+    with Swarm(served.url, TOKEN) as swarm, swarm.episode(TASK.id, mode="eval") as episode:
+        return agent(TASK, episode), swarm.episode_tree(episode.id)
+
+
 @pytest.mark.parametrize(("answer", "value"), [(" 3 + 4 = 7\n", 1.0), ("The sum is 7.", 0.0)])
-def test_a_right_answer_and_anything_but_an_equation_end_the_episode(
-    model: ScriptedModel, answer: str, value: float
-) -> None:
-    model.script = [answer]
-    reward = agent(TASK, model.episode(TASK))
+def test_a_right_answer_and_anything_but_an_equation_end_the_episode(served: Served, answer: str, value: float) -> None:
+    reward, tree = play(served, answer)
     assert (reward.value, reward.metrics["turns"]) == (value, 1.0)
-    assert model.asked[0]["model"] == "policy"
-    assert [message["role"] for message in model.asked[0]["messages"]] == ["user"]
+    assert [[message["role"] for message in call.messages] for call in tree.calls] == [["user"]]
 
 
-def test_a_wrong_sum_gets_feedback_and_a_second_try_worth_less(model: ScriptedModel) -> None:
-    first = " 3 + 4 = 8"
-    model.script = [first, "3 + 4 = 7"]
-    reward = agent(TASK, model.episode(TASK))
+def test_a_wrong_sum_gets_feedback_and_a_second_try_worth_less(served: Served) -> None:
+    reward, tree = play(served, " 3 + 4 = 8", "3 + 4 = 7")
     assert 0 < reward.value < 1
     assert reward.metrics["turns"] == 2.0
-    again = model.asked[1]["messages"]
-    assert [message["role"] for message in again] == ["user", "assistant", "user"]
-    assert again[1]["content"] == first  # exactly what the model said, or its tokens could not be recognised
-    assert "wrong" in again[2]["content"]
+    first, second = tree.calls
+    assert (second.after, second.kept) == (first.call_id, len(first.tokens)), "it sends back exactly what was said"
+    [feedback] = second.messages
+    assert feedback["role"] == "user" and "wrong" in feedback["content"]
 
 
-def test_the_evaluation_counts_the_first_answer_only(model: ScriptedModel) -> None:
-    model.script = ["3 + 4 = 8", "seven", "3 + 4 = 7", "3 + 4 = 7"]
-    examiner = FirstAnswer(temperature=0.0, seed=3)
-    rewards = [examiner(TASK, model.episode(TASK)) for _ in range(3)]
+def test_the_evaluation_counts_the_first_answer_only(served: Served) -> None:
+    examiner, asked = FirstAnswer(temperature=0.0, seed=3), served.run.compute.asked
+    rewards = [play(served, answer, agent=examiner)[0] for answer in ("3 + 4 = 8", "seven", "3 + 4 = 7")]
     assert [reward.value for reward in rewards] == [0.0, 0.0, 1.0]
     assert [reward.metrics["well_formed"] for reward in rewards] == [1.0, 0.0, 1.0]
     assert examiner.answers == {"3+4": "3 + 4 = 8"}, "what the task was asked first"
-    assert {body["temperature"] for body in model.asked} == {0.0}
-    assert len({body["seed"] for body in model.asked}) == 3, "greedy or not, each repeat has its own"
-    again = FirstAnswer(temperature=0.0, seed=3)
-    again(TASK, model.episode(TASK))
-    assert model.asked[-1]["seed"] == model.asked[0]["seed"], "the same seeds in every run"
+    assert {one.params.temperature for one in asked} == {0.0}
+    assert len({one.params.seed for one in asked}) == 3, "greedy or not, each repeat has its own"
+    play(served, "3 + 4 = 7", agent=FirstAnswer(temperature=0.0, seed=3))
+    assert asked[-1].params.seed == asked[0].params.seed, "the same seeds in every run"
 
 
 def scored(success: float, answers: dict[str, str]) -> Score:

@@ -74,7 +74,7 @@ REASONS = {
     "sft": "trains: tests/client/test_sft.py",
     "eval": "evaluates: tests/client/test_evaluation.py",
     "look": "serves: its routes are in test_reading",
-    "open": "prints a link that is valid once: tests/cli/test_open.py",
+    "open": "prints a link that is valid once: tests/cli/test_look.py",
     "export": "writes a model: tests/cli/test_commands.py",
     "merge": "writes a model: tests/compute/test_merging.py",
     "doctor": "shows this machine: tests/cli/test_doctor.py",

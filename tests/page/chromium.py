@@ -174,17 +174,23 @@ expect.set_options(timeout=PATIENCE)
 
 
 @contextmanager
-def opened_tab(browser: Browser, site: Site, **options: Any) -> Iterator[Tab]:
-    """A tab in a context of its own. `options` are those of the context, such as `viewport` and `color_scheme`."""
+def watched_page(browser: Browser, origin: str, **options: Any) -> Iterator[tuple[Page, list[str]]]:
+    """A page in a context of its own, and its problems, of which none must be left. `options` are those of the context,
+    such as `viewport` and `color_scheme`."""
     context = browser.new_context(**options)
     context.add_init_script(REPORT_VIOLATIONS)
-    page = context.new_page()
+    page, problems = context.new_page(), list[str]()
     page.set_default_timeout(PATIENCE)
-    tab = Tab(page, site, context)
-    watch(page, tab.problems, site.url)
-    yield tab
+    watch(page, problems, origin)
+    yield page, problems
     context.close()
-    assert tab.problems == []
+    assert problems == []
+
+
+@contextmanager
+def opened_tab(browser: Browser, site: Site, **options: Any) -> Iterator[Tab]:
+    with watched_page(browser, site.url, **options) as (page, problems):
+        yield Tab(page, site, page.context, problems)
 
 
 def watch(page: Page, problems: list[str], origin: str) -> None:

@@ -17,7 +17,7 @@ from agentjet.config import ServerConfig
 from agentjet.front.http import listen, uvicorn_config
 from agentjet.server.app import OfflineViewer, create_look_app
 from agentjet.server.collection import Collection
-from tests.page.chromium import PATIENCE, REPORT_VIOLATIONS, arrive, loaded, watch
+from tests.page.chromium import arrive, loaded, watched_page
 from tests.server.serving import in_thread
 
 
@@ -68,12 +68,8 @@ async def served_look(*places: object) -> AsyncIterator[tuple[str, str]]:
 @contextmanager
 def look_site(browser: Browser, *places: object, **options: Any) -> Iterator[LookSite]:
     """Serves the places and opens a tab, which fails its test as `tab` does. `options` are those of its context."""
-    with in_thread(served_look(*places)) as ((url, code), _):
-        context = browser.new_context(**options)
-        context.add_init_script(REPORT_VIOLATIONS)
-        site = LookSite(url, code, context.new_page())
-        site.page.set_default_timeout(PATIENCE)
-        watch(site.page, site.problems, url)
-        yield site
-        context.close()
-        assert site.problems == []
+    with (
+        in_thread(served_look(*places)) as ((url, code), _),
+        watched_page(browser, url, **options) as (page, problems),
+    ):
+        yield LookSite(url, code, page, problems)

@@ -77,13 +77,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 
 @pytest.fixture(scope="module")
-def viewer(browser: Browser, site: Site) -> Iterator[Tab]:
-    """A tab with the session of a viewer, shared by the tests that change nothing."""
-    with opened_tab(browser, site) as tab:
-        yield tab
-
-
-@pytest.fixture(scope="module")
 def admin_tab(browser: Browser, site: Site) -> Iterator[Tab]:
     """A tab with the session of an admin."""
     with opened_tab(browser, site) as tab:

@@ -2,7 +2,7 @@
 
 1. A one-time code opens the page, leaves the URL, and is used up. What the Overview shows is requested once.
 2. Every view of the navigation opens. The table of the policies fits on a phone.
-3. Without a session, the page says how to get one, and a token opens one.
+3. Without a session, the page says how to get one. A token opens one, and a wrong token is refused in words.
 4. A view that was not loaded is loaded at the next try, and does not disturb the others. Views of stored runs name
    the command that shows them.
 """
@@ -94,6 +94,10 @@ def test_a_token_opens_a_session(new_tab: Tab, site: Site) -> None:
     page.goto(site.url)
     expect(page.locator("pre")).to_have_text("agentjet open")
     page.click("summary")
+    page.fill("[name=token]", "not-a-token-of-this-server")
+    page.click("text=Open a session")
+    expect(page.get_by_role("alert")).to_contain_text("is not a token of this server")
+    expect(page.get_by_role("alert")).not_to_contain_text("Authorization")
     page.fill("[name=token]", VIEWER)
     page.click("text=Open a session")
     expect(page.locator("main h1")).to_have_text("Overview")

@@ -163,16 +163,6 @@ def test_what_changes_with_time_is_read_again(new_tab: Tab) -> None:
         assert asked.count(name) == asked.count("steps") + 1
 
 
-def test_a_wrong_token(new_tab: Tab, site: Site) -> None:
-    page = new_tab.page
-    page.goto(site.url)
-    page.click("summary")
-    page.fill("[name=token]", "not-a-token-of-this-server")
-    page.click("text=Open a session")
-    expect(page.get_by_role("alert")).to_contain_text("is not a token of this server")
-    expect(page.get_by_role("alert")).not_to_contain_text("Authorization")
-
-
 def test_an_empty_run_shows_the_lines_that_start_one(browser: Browser, tmp_path: Path) -> None:
     with served_site(tmp_path / "data", batches=0) as site, opened_tab(browser, site) as tab:
         page = tab.open()

@@ -5,7 +5,7 @@
 3. Episodes that were no longer needed are not drawn as failures. Evaluations are marked.
 4. The counts have every end of an episode.
 5. The live episode that is longest without a call has its countdowns; one in a call is not named.
-6. `w` opens the worst episode of the newest batch.
+6. `w` and a button open the worst episode of the newest batch.
 7. Scores are curves by name beside the reward, also that of the version before the first step.
 8. A name shows tabs and newlines as their names.
 """
@@ -13,24 +13,28 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
-from playwright.sync_api import expect
+from playwright.sync_api import Page, expect
 
 from agentjet.protocol import ScoredAnswer, ZeroVariance
 from tests.page.checks import unexpected_elements, wrong_facts
 from tests.page.chromium import Site, Tab
-from tests.page.transcripts import answering, view
+from tests.page.transcripts import Json, answering, view
+
+
+def overview(tab: Tab, **answers: Json | list[Json]) -> Page:
+    """The Overview, loaded anew with these answers of control routes."""
+    answering(tab.page, {f"/{name}": lambda query, answer=answer: answer for name, answer in answers.items()})
+    tab.open("/episodes").reload()
+    return tab.open()
 
 
 def test_batches_that_teach_nothing_are_shown_with_advice(tab: Tab, site: Site) -> None:
     answers = [ScoredAnswer(answer="<b>17</b>", reward=0.0, count=3), ScoredAnswer(answer="18", reward=0.0, count=1)]
     found = ZeroVariance(batches=4, truncated=0.25, task_id="sum-1", prompt="8 + 9", answers=answers)
     status = {**site.get("/status"), "zero_variance": found.model_dump()}
-    answering(tab.page, {"/status": lambda query: status})
-    page = tab.open("/episodes")
-    page.reload()
-    panel = tab.open().get_by_role("status").filter(has_text="Nothing to learn from")
+    page = overview(tab, status=status)
+    panel = page.get_by_role("status").filter(has_text="Nothing to learn from")
     expect(panel).to_contain_text("4 batches in a row could teach nothing")
     expect(panel).to_contain_text("For example task sum-1: 8 + 9")
     expect(panel.get_by_role("listitem").first).to_have_text("reward 0, 3 times: <b>17</b>")
@@ -48,10 +52,8 @@ def test_a_rule_has_its_remedy_and_after_a_fall_of_the_rewards_the_example(tab: 
     text = "Take `job.group_size` up: see `docs/recipes.md`. <i>"
     rule = {"name": "reward", "level": "bad", "text": "rewards fell", "docs": "docs/health.md#reward", "remedy": text}
     health = {**site.get("/health"), "rules": [rule]}
-    answering(tab.page, {"/status": lambda query: status, "/health": lambda query: health})
-    page = tab.open("/episodes")
-    page.reload()
-    rules = tab.open().locator(".rules").first
+    page = overview(tab, status=status, health=health)
+    rules = page.locator(".rules").first
     expect(rules).to_contain_text("rewards fell")
     expect(rules).to_contain_text("For example task sum-1: 8 + 9")
     expect(rules).to_contain_text("reward 0, 4 times: aaa")
@@ -73,10 +75,8 @@ def test_the_longest_without_a_call_has_its_countdowns(tab: Tab, site: Site) -> 
     ]
     hung = {"episode_id": "hung", "state": "live", "reward": None, "silent_seconds": 7200.0, "expires_in": 3600.0}
     waiting["groups"] = [{**waiting["groups"][0], "cells": cells}]
-    answering(tab.page, {"/waiting": lambda query: waiting})
-    page = tab.open("/episodes")
-    page.reload()
-    expect(tab.open().locator(".waiting .groups .cell.live")).to_have_count(2)
+    page = overview(tab, waiting=waiting)
+    expect(page.locator(".waiting .groups .cell.live")).to_have_count(2)
     expect(page.locator(".waiting")).not_to_contain_text("Longest without a call")
     cells.append({**hung, "ends_in": 7199.0})
     page.reload()
@@ -88,27 +88,21 @@ def test_the_longest_without_a_call_has_its_countdowns(tab: Tab, site: Site) -> 
     )
 
 
-def test_w_opens_the_worst_episode_of_the_newest_batch(tab: Tab, site: Site) -> None:
+def test_a_key_and_a_button_open_the_worst_episode_of_the_newest_batch(tab: Tab, site: Site) -> None:
     worst = site.get("/episodes?batch=0&sort=reward&limit=1")["episodes"][0]["episode_id"]
     page = tab.settled()
     page.keyboard.press("w")
     expect(page.locator("main h1")).to_have_text(f"Episode {worst}")
-
-
-def test_a_button_opens_the_worst_episode_of_the_newest_step(tab: Tab, site: Site) -> None:
-    worst = site.get("/episodes?batch=0&sort=reward&limit=1")["episodes"][0]["episode_id"]
     tab.open().get_by_role("button", name="Worst episode of step 1").click()
-    expect(tab.page.locator("main h1")).to_have_text(f"Episode {worst}")
+    expect(page.locator("main h1")).to_have_text(f"Episode {worst}")
 
 
 def test_rewards_differ_by_colour_and_groups_have_their_tasks_as_names(tab: Tab, site: Site) -> None:
     waiting = site.get("/waiting")
     cells = [{"episode_id": f"e{n}", "state": "finished", "reward": reward} for n, reward in enumerate((0.0, 0.5, 1.0))]
     group = {**waiting["groups"][0], "name": "3+4/1b2c3d4e/1", "cells": cells}
-    answering(tab.page, {"/waiting": lambda query: {**waiting, "groups": [group]}})
-    page = tab.open("/episodes")
-    page.reload()
-    drawn = tab.open().locator(".groups .cell.finished")
+    page = overview(tab, waiting={**waiting, "groups": [group]})
+    drawn = page.locator(".groups .cell.finished")
     expect(drawn).to_have_count(3)
     colours = [one.evaluate("cell => getComputedStyle(cell).backgroundColor") for one in drawn.all()]
     assert len(set(colours)) == 3
@@ -124,11 +118,7 @@ def test_the_facts_have_the_time_left_and_the_machine(tab: Tab, site: Site) -> N
     times = {"versions": [0, 1], "times": [1000.0, 1060.0], "metrics": {"batch/sampled_tokens": [30, 12]}}
     gpu = {"name": "H", "load": 0.5, "memory_used": 4e9, "memory_total": 8e9}
     machine = {"cores": 2, "cpu": 0.25, "memory_used": 6e9, "memory_total": 24e9, "gpus": [gpu]}
-    answers = {"/status": status, "/steps": times, "/machine": machine}
-    answering(tab.page, {path: lambda query, answer=answer: answer for path, answer in answers.items()})
-    page = tab.open("/episodes")
-    page.reload()
-    facts = tab.open().locator(".counts-line")
+    facts = overview(tab, status=status, steps=times, machine=machine).locator(".counts-line")
     expect(facts).to_contain_text("about 10 min left")
     expect(facts).to_contain_text("42 tokens sampled and trained")
     expect(facts).to_contain_text("CPU 25 % of 2")
@@ -141,11 +131,8 @@ def test_scores_are_curves_by_name(tab: Tab, site: Site) -> None:
     given = [(0, "<b>sums</b>", False, 0.125), (0, "sums", True, 0.375), (2, "<b>sums</b>", False, 0.625)]
     facts = {"num_tasks": 1, "num_episodes": 1, "client_id": "c", "time": 0.0, "best": False, "undone": False}
     scores = [{"policy_version": v, "name": n, "held_out": h, "score": s, **facts} for v, n, h, s in given]
-    answers: dict[str, Any] = {"/steps": steps, "/evaluations": scores}
-    answering(tab.page, {path: lambda query, answer=answer: answer for path, answer in answers.items()})
-    page = tab.open("/episodes")
-    page.reload()
-    panel = tab.open().locator(".learning")
+    page = overview(tab, steps=steps, evaluations=scores)
+    panel = page.locator(".learning")
     expect(panel.locator(".chart-legend")).to_contain_text("held-out score 0.375")
     panel.get_by_text("as table").click()
     expect(panel.locator("tr")).to_have_count(4)
@@ -163,11 +150,8 @@ def test_scores_are_curves_by_name(tab: Tab, site: Site) -> None:
 def test_scores_are_shown_before_the_first_step(tab: Tab) -> None:
     score = {"policy_version": 0, "name": "sums", "held_out": False, "score": 0.125, "undone": False}
     steps = {"versions": [], "times": [], "metrics": {}}
-    answers: dict[str, Any] = {"/steps": steps, "/evaluations": [score]}
-    answering(tab.page, {path: lambda query, answer=answer: answer for path, answer in answers.items()})
-    page = tab.open("/episodes")
-    page.reload()
-    expect(tab.open().locator(".learning .chart-legend")).to_contain_text("sums 0.125")
+    page = overview(tab, steps=steps, evaluations=[score])
+    expect(page.locator(".learning .chart-legend")).to_contain_text("sums 0.125")
 
 
 def test_a_name_shows_its_tabs_and_newlines(tab: Tab) -> None:

@@ -57,53 +57,40 @@ def zero_division(self: Any, rewards_G: Any) -> Any:
         ("columns", lambda self, batch, outputs: batch.forest, "returned Forest instead of a forest and metrics"),
         ("columns", lambda self, batch, outputs: (batch.forest, {}), "no column 'advantage', which `reads` names"),
         ("columns", lambda self, batch, outputs: None, "returned NoneType instead of"),
+        (
+            "columns",
+            lambda self, batch, outputs: (batch.forest, {"policy/kind": "new"}),
+            "the metrics {'policy/kind': 'new'} instead of",
+        ),
+        ("weights", lambda self, forest: [1.0], "`weights` returned weights as list instead of an array of 8 tokens"),
+        ("contributing", lambda self, forest: np.ones(8), "returned values of type float64 instead of bool"),
+        ("contributing", lambda self, forest: np.ones(3, bool), r"returned values as ndarray of shape \(3,\)"),
+        ("token_loss", lambda self, logp, columns: -logp, r"Tensor of shape \(2,\) instead of the losses and a dict"),
+        (
+            "token_loss",
+            lambda self, logp, columns: (-logp.mean(), {}),
+            r"of shape \(\) instead of a tensor of 2",
+        ),
+        ("token_loss", lambda self, logp, columns: (-logp.detach(), {}), "returned losses without gradient"),
+        ("token_loss", lambda self, logp, columns: (-logp, {"a": 1.0}), "metric 'a' as float instead of a tensor of 2"),
+        ("token_loss", lambda self, logp, columns: columns["missing"], "`token_loss` failed at"),
     ],
 )
-def test_columns(method: str, function: Any, sentence: str) -> None:
-    found = refusal(broken(PolicyGradient, **{method: function}), columns)
+def test_what_a_hook_returns(method: str, function: Any, sentence: str) -> None:
+    logp = torch.tensor([-1.0, -2.0], requires_grad=True)
+    calls: dict[str, Callable[[Recipe], Any]] = {
+        "weights": lambda recipe: hooks.weights(recipe, BATCH.forest),
+        "contributing": lambda recipe: hooks.contributing(recipe, BATCH.forest),
+        "token_loss": lambda recipe: hooks.token_loss(recipe, logp, {}),
+    }
+    found = refusal(broken(PolicyGradient, **{method: function}), calls.get(method, columns))
     assert re.search(sentence, found), found
-
-
-def test_metrics_are_numbers() -> None:
-    def with_text(self: Any, batch: Any, outputs: Any) -> Any:
-        return batch.forest, {"policy/kind": "new"}
-
-    assert "the metrics {'policy/kind': 'new'} instead of" in refusal(broken(Recipe, columns=with_text), columns)
 
 
 def test_a_diverged_policy_is_not_a_mistake_of_the_recipe() -> None:
     nothing = np.full(BATCH.forest.num_targets, np.nan, np.float32)
     forest, _ = hooks.columns(registry.make_recipe({"correction": "tis"}), BATCH, {"proximal": nothing})
     assert np.isnan(forest["advantage"]).any()
-
-
-@pytest.mark.parametrize(
-    ("hook", "function", "sentence"),
-    [
-        ("weights", lambda self, forest: [1.0], "`weights` returned weights as list instead of an array of 8 tokens"),
-        ("contributing", lambda self, forest: np.ones(8), "returned values of type float64 instead of bool"),
-        ("contributing", lambda self, forest: np.ones(3, bool), r"returned values as ndarray of shape \(3,\)"),
-    ],
-)
-def test_weights_and_contributing(hook: str, function: Any, sentence: str) -> None:
-    found = refusal(broken(Recipe, **{hook: function}), lambda recipe: getattr(hooks, hook)(recipe, BATCH.forest))
-    assert re.search(sentence, found), found
-
-
-@pytest.mark.parametrize(
-    ("function", "sentence"),
-    [
-        (lambda self, logp, columns: -logp, "returned Tensor of shape (2,) instead of the losses and a dict"),
-        (lambda self, logp, columns: (-logp.mean(), {}), "losses as Tensor of shape () instead of a tensor of 2"),
-        (lambda self, logp, columns: (-logp.detach(), {}), "returned losses without gradient"),
-        (lambda self, logp, columns: (-logp, {"a": 1.0}), "the metric 'a' as float instead of a tensor of 2 values"),
-        (lambda self, logp, columns: columns["missing"], "`token_loss` failed at"),
-    ],
-)
-def test_token_loss(function: Any, sentence: str) -> None:
-    logp = torch.tensor([-1.0, -2.0], requires_grad=True)
-    found = refusal(broken(Recipe, token_loss=function), lambda recipe: hooks.token_loss(recipe, logp, {}))
-    assert sentence in found, found
 
 
 def test_losses_that_are_not_finite_are_counted_where_the_policy_is_finite() -> None:

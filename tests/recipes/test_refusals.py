@@ -56,6 +56,8 @@ def test_a_dual_clip_that_takes_the_gradient_of_failures(loss: str) -> None:
 
 
 def test_groups_with_equal_rewards_that_teach_are_not_dropped() -> None:
+    with pytest.raises(ValueError, match="the recipe 'rft' does not compare the episodes of a group"):
+        make_recipe({"name": "rft", "drop_zero_variance": True})
     for name in ("gigpo", "craft_gui", "hc_grpo"):
         with pytest.raises(ValueError, match=f"'{name}' does not learn from the reward alone, so groups with equal"):
             make_recipe({"name": name, "drop_zero_variance": True})

@@ -68,6 +68,14 @@ CONVERSATIONS = [
 ]
 
 
+def plain(message: Message) -> dict[str, Any]:
+    """A message as transformers take it."""
+    functions = [(call.id, {"name": call.name, "arguments": call.value()}) for call in message.tool_calls]
+    calls = [{"id": id, "type": "function", "function": function} for id, function in functions]
+    more = {"reasoning_content": message.reasoning, "tool_calls": calls, "tool_call_id": message.tool_call_id}
+    return {"role": message.role, "content": message.content} | {name: value for name, value in more.items() if value}
+
+
 @pytest.mark.parametrize("name", ["chatml", "trim", "qwen3", "smollm2_own"])
 def test_prompts_are_those_of_transformers(name: str, build: Build, folder: Path) -> None:
     from transformers import AutoTokenizer
@@ -75,19 +83,7 @@ def test_prompts_are_those_of_transformers(name: str, build: Build, folder: Path
     reference = AutoTokenizer.from_pretrained(folder)
     renderer = build(name)
     for asked in CONVERSATIONS if name == "qwen3" else CONVERSATIONS[:2]:
-        messages = [
-            {
-                "role": m.role,
-                "content": m.content,
-                **({"reasoning_content": m.reasoning} if m.reasoning else {}),
-                **(
-                    {"tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]}
-                    if m.tool_calls
-                    else {}
-                ),
-            }
-            for m in asked.messages
-        ]
+        messages = [plain(message) for message in asked.messages]
         expected = reference.apply_chat_template(
             messages, tools=list(asked.tools) or None, add_generation_prompt=True, chat_template=tiny.template(name)
         )["input_ids"]

@@ -1,4 +1,4 @@
-"""Sampled turns in templates with other layouts (Llama 3, Mistral, Llama 2).
+"""Sampled turns in templates with other layouts (Llama 3, Mistral, Llama 2), and given answers in all templates.
 
 1. Prompts equal those of `transformers.apply_chat_template`, token for token.
 2. A sampled turn follows the generation prompt directly and ends as it was sampled, with any white space that the
@@ -6,6 +6,8 @@
 3. If the layout of the template is unknown, the plain messages are written: nothing is lost or doubled.
 4. The renderer finds the messages whose reasoning the template keeps.
 5. Call ids that Mistral's templates refuse are replaced, equally in call and result.
+6. Given answers: prompt, answer and the rest are those of transformers, too. The tokens end with the end token and read
+   back as the given message. A template that writes the answer elsewhere, or without an end, is refused.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from agentjet.rendering import Renderer, template_for
 from agentjet.rendering.vocabulary import escape
 from agentjet.types import Conversation, Message, ToolCall
 from tests import tiny
+from tests.rendering.test_renderer import plain
 
 TOOLS = ({"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}},)
 CALL = Message("assistant", tool_calls=(ToolCall("abc123XYZ", "add", '{"a": 1}'),))
@@ -54,17 +57,13 @@ def test_prompts_are_those_of_transformers(name: str, build: Build, tmp_path: Pa
     from transformers import AutoTokenizer
 
     reference = AutoTokenizer.from_pretrained(tiny.make_tokenizer(tmp_path / name, name))
-    function = {"name": "add", "arguments": {"a": 1}}
-    calling = {"role": "assistant", "tool_calls": [{"id": "abc123XYZ", "type": "function", "function": function}]}
-    told = {"role": "tool", "content": "2", "tool_call_id": "abc123XYZ"}
     system, answer = Message("system", "s"), Message("assistant", "so\n")
-    plain = [{"role": m.role, "content": m.content} for m in (system, USER, answer, MORE)]
-    cases = [
-        (Conversation((USER,)), plain[1:2]),
-        (Conversation((system, USER, answer, MORE)), plain),
-        (Conversation((system, USER, CALL, RESULT, answer, MORE), TOOLS), [*plain[:2], calling, told, *plain[2:]]),
-    ]
-    for asked, messages in cases:
+    for asked in (
+        Conversation((USER,)),
+        Conversation((system, USER, answer, MORE)),
+        Conversation((system, USER, CALL, RESULT, answer, MORE), TOOLS),
+    ):
+        messages = [plain(message) for message in asked.messages]
         expected = reference.apply_chat_template(messages, tools=list(asked.tools) or None, add_generation_prompt=True)
         renderer = build(name)
         assert list(renderer.tokenize(renderer.render(asked))) == expected["input_ids"]
@@ -89,8 +88,8 @@ def test_prompts_with_a_dummy_prefix_are_those_of_transformers(template: str, pr
     model_info = replace(tiny.make_model_info(tmp_path / "other"), tokenizer_path=str(tmp_path), chat_template=source)
     renderer = Renderer(replace(model_info, bos_token="<s>", eos_token="</s>", end_tokens=(2,)))
     for messages in ((USER,), (USER, Message("assistant", "hello [x]"), MORE), (Message("user", " hello ▁\n"),)):
-        plain = [{"role": m.role, "content": m.content} for m in messages]
-        expected = reference.apply_chat_template(plain, chat_template=source, add_generation_prompt=True)["input_ids"]
+        given = [plain(message) for message in messages]
+        expected = reference.apply_chat_template(given, chat_template=source, add_generation_prompt=True)["input_ids"]
         assert list(renderer.tokenize(renderer.render(Conversation(messages)))) == expected
 
 
@@ -191,3 +190,60 @@ def test_whose_reasoning_is_kept_is_told(build: Build) -> None:
     assert build("strict").keeps_reasoning(Conversation((USER, USER, thought))) == set(), (
         "it takes no such conversation"
     )
+
+
+# ---- given answers ---------------------------------------------------------------------------------------------------
+
+
+TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
+NAMES = ["chatml", "llama3", "mistral", "qwen3", "trim"]
+
+
+def renderer_of(folder: Path, name: str, source: str = "") -> Renderer:
+    info = tiny.make_model_info(folder, name)
+    template, tool_format = template_for("m", source or info.chat_template)
+    return Renderer(replace(info, chat_template=template, tool_format=tool_format))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("answer", [Message("assistant", "hello 12"), CALL])
+def test_the_tokens_are_those_of_the_template(name: str, answer: Message, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    renderer = renderer_of(tmp_path / "own", name)
+    if answer.tool_calls and not renderer_has_tools(renderer):
+        pytest.skip("the template has no tools")
+    tools = (TOOL,) if answer.tool_calls else ()
+    asked = Conversation((MORE,), tools)
+    prompt, completion = renderer.tokenize(renderer.render(asked)), renderer.tokenize_answer(asked, answer)
+    reference = AutoTokenizer.from_pretrained(tiny.make_tokenizer(tmp_path / "reference", name))
+    messages = [plain(MORE), plain(answer)]
+    whole = reference.apply_chat_template(messages, tools=list(tools) or None, tokenize=True, return_dict=False)
+    assert renderer.encode_tokens(whole).startswith(renderer.encode_tokens([*prompt, *completion]))
+    read = renderer.parse(completion, asked)
+    assert read.content.strip() == answer.content
+    assert [(call.name, call.value()) for call in read.tool_calls] == [
+        (call.name, call.value()) for call in answer.tool_calls
+    ]
+    assert completion[-1] in tiny.make_model_info(tmp_path / "again", name).end_tokens
+
+
+def renderer_has_tools(renderer: Renderer) -> bool:
+    try:
+        renderer.render(Conversation((MORE,), (TOOL,)))
+    except InvalidRequest:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        ("{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}A:{% endif %}", "after its"),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", "without an end token"),
+    ],
+)
+def test_an_answer_that_the_policy_could_not_sample_is_refused(template: str, why: str, tmp_path: Path) -> None:
+    renderer = renderer_of(tmp_path, "chatml", template)
+    with pytest.raises(InvalidRequest, match=why):
+        renderer.tokenize_answer(Conversation((MORE,)), Message("assistant", "hello"))

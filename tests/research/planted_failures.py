@@ -33,6 +33,7 @@ from agentjet.research.journal import StudyLog
 from agentjet.research.models import Arm, Outcome, Study, Trial
 from agentjet.research.records import Setting, Value
 from agentjet.research.scheduler import TrialLauncher, seed_of
+from tests.research.world import Launches
 
 Floats, Ints = NDArray[np.float64], NDArray[np.int64]
 STEPS = 90
@@ -407,22 +408,14 @@ def trained(plant: Plant, setting: tuple[tuple[str, Any], ...], seed: int) -> Ru
     return Run(plant, dict(setting), seed, STEPS)
 
 
-class FailingRunner:
+@dataclass
+class FailingRunner(Launches):
     """Runs in memory. An infrastructure failure happens once: the second attempt succeeds."""
 
-    def __init__(self, plant: Plant) -> None:
-        self._plant = plant
-        self._healthy = replace(plant, dies_at=STEPS, mute_at=STEPS, hangs_at=STEPS)
-        self._trials: dict[str, Trial] = {}
-
-    def has(self, key: str) -> bool:
-        return key in self._trials
-
-    def launch(self, key: str, trial: Trial) -> None:
-        self._trials[key] = trial
+    plant: Plant
 
     def collect(self, key: str) -> Outcome:
-        trial, run = self._trials[key], self._run(key)
+        trial, run = self.trial(key), self._run(key)
         signals = {name: tuple(values) for name, values in run.signals.items()}
         if run.plant.dies_at < STEPS:
             return Outcome(trial.id, "infra_failed", signals=signals, note="connection refused")
@@ -432,8 +425,8 @@ class FailingRunner:
         )
 
     def _run(self, key: str) -> Run:
-        trial = self._trials[key]
-        plant = self._plant if key.endswith("-1") else self._healthy
+        trial, healthy = self.trial(key), replace(self.plant, dies_at=STEPS, mute_at=STEPS, hangs_at=STEPS)
+        plant = self.plant if key.endswith("-1") else healthy
         return trained(plant, tuple(sorted(trial.setting.items())), trial.seed)
 
 

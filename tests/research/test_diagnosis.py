@@ -9,8 +9,6 @@
 from __future__ import annotations
 
 import ast
-import os
-import signal
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,7 @@ from agentjet.research.journal import StudyLog, read_log
 from agentjet.research.models import Arm, Diagnosis, Hypothesis, Outcome, Study, Trial
 from agentjet.research.scheduler import conduct
 from tests.research.planted_failures import HEALTHY, KINDS, STEPS, FailingRunner, Plant, Side, said, single
-from tests.research.world import Doomed
+from tests.research.world import Doomed, killed
 
 pytestmark = pytest.mark.thorough
 
@@ -163,21 +161,6 @@ def test_times_do_not_make_two_runs_of_one() -> None:
 # ---- kills --------------------------------------------------------------------------------------------------------
 
 
-class Kept(FailingRunner):
-    """Launches outlive their process; a second launch of a key is an error."""
-
-    def __init__(self, plant: Plant, folder: Path) -> None:
-        super().__init__(plant)
-        self._folder = folder
-        for path in folder.glob("*-?"):
-            super().launch(path.name, Trial.from_json(ast.literal_eval(path.read_text(encoding="utf-8"))))
-
-    def launch(self, key: str, trial: Trial) -> None:
-        with (self._folder / key).open("x", encoding="utf-8") as file:
-            file.write(repr(trial.to_json()))
-        super().launch(key, trial)
-
-
 @dataclass
 class Ending:
     findings: list[dict[str, Any]]
@@ -188,7 +171,7 @@ class Ending:
 
 def finish(folder: Path, plant: Plant) -> Ending:
     with StudyLog(folder / "journal") as journal:
-        findings, launcher = conduct(STUDY, journal, Kept(plant, folder))
+        findings, launcher = conduct(STUDY, journal, FailingRunner(plant, folder=folder))
         launched = sorted(path.name for path in folder.glob("*-?"))
         return Ending([finding.to_json() for finding in findings], journal.diagnoses, launcher.spending.total, launched)
 
@@ -203,14 +186,7 @@ def test_a_study_killed_at_every_entry_is_diagnosed_the_same(tmp_path: Path) -> 
     found = {diagnosis.cause for every in undisturbed.diagnoses.values() for diagnosis in every}
     assert found == {SERVER, "unlearned"}
     for number in range(len(read_log(quiet / "journal").entries)):
-        child = os.fork()
-        if child == 0:
-            try:
-                conduct(STUDY, Doomed(stormy / "journal", number, "after"), Kept(plant, stormy))
-            finally:
-                os._exit(1)  # not killed: the parent will see
-        _, status = os.waitpid(child, 0)
-        assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, f"entry {number}: {status}"
+        killed(lambda: conduct(STUDY, Doomed(stormy / "journal", number, "after"), FailingRunner(plant, folder=stormy)))  # noqa: B023
     assert finish(stormy, plant) == undisturbed
 
 

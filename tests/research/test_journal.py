@@ -6,9 +6,7 @@
 
 from __future__ import annotations
 
-import os
 import resource
-import signal
 import sqlite3
 from contextlib import closing
 from dataclasses import replace
@@ -21,7 +19,7 @@ from agentjet.errors import ConfigError
 from agentjet.research.journal import StudyLog, read_log
 from agentjet.research.models import Arm, Knob, Outcome, Study, Trial
 from agentjet.research.scheduler import conduct
-from tests.research.world import STUDY, Doomed, Formula
+from tests.research.world import STUDY, Doomed, Formula, killed
 
 pytestmark = pytest.mark.thorough
 
@@ -134,15 +132,7 @@ def test_a_full_disk_leaves_the_journal_as_it_was(tmp_path: Path) -> None:
 
 
 def study_until_killed(folder: Path, number: int, moment: str) -> None:
-    """Runs in a separate process."""
-    child = os.fork()
-    if child == 0:
-        try:
-            conduct(FEW, Doomed(folder / "journal", number, moment), Formula(folder=folder))
-        finally:
-            os._exit(1)  # not killed: the parent will see
-    _, status = os.waitpid(child, 0)
-    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, f"entry {number}: {status}"
+    killed(lambda: conduct(FEW, Doomed(folder / "journal", number, moment), Formula(folder=folder)))
 
 
 def finish(study: Study, folder: Path) -> tuple[list[dict[str, Any]], float, set[str]]:

@@ -1,5 +1,6 @@
 """1. A plan goes to JSON and comes back equal, with the same id. The id is that of its content.
-2. An invalid study is refused at once, with the name of the field.
+2. An invalid study or record is refused at once, with the name of the field.
+3. A shortened note keeps the event and its cause: the beginning and the end.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import pytest
 
 from agentjet.errors import ConfigError
 from agentjet.research.models import Arm, Finding, Hypothesis, Knob, Outcome, Study, Trial
+from agentjet.research.records import shortened
 from tests.research.world import STUDY
 
 
@@ -68,6 +70,10 @@ def test_fields_nobody_knows_are_refused() -> None:
         Study.from_json({**STUDY.to_json(), "winner": "b"})
     with pytest.raises(ConfigError, match=r"arms\.0\.name"):
         Study.from_json({**STUDY.to_json(), "arms": [{"name": 3}]})
+    with pytest.raises(ConfigError, match=r"Arm: nuisance\.0\.values: is required"):
+        Arm.from_json({"name": "a", "nuisance": [{"name": "lr"}]})
+    with pytest.raises(ConfigError, match=r"Arm: changes\.lr = \[1\]: it must be text, a number, true or false"):
+        Arm.from_json({"name": "a", "changes": {"lr": [1]}})
 
 
 def test_a_run_has_a_score_and_a_lost_one_has_none() -> None:
@@ -77,3 +83,11 @@ def test_a_run_has_a_score_and_a_lost_one_has_none() -> None:
         Outcome("t", "diverged")
     with pytest.raises(ConfigError, match="is not finite"):
         Outcome("t", "diverged", score=float("nan"))
+
+
+def test_a_long_note_keeps_its_beginning_and_its_cause() -> None:
+    log = "the server ended with exit code 1. The end of its log:\n" + "    loading\n" * 300 + "    no such model"
+    cut = shortened(log)
+    assert len(cut) <= 2000 and " ... " in cut
+    assert cut.startswith("the server ended with exit code 1. The end") and cut.endswith("no such model")
+    assert shortened("short") == "short"

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -181,12 +182,30 @@ def test_the_page_shows_the_plan() -> None:
     assert "## Answer" not in page and "## Every arm" not in page
 
 
-def test_what_is_wrong_with_a_file_is_said_in_words(tmp_path: Path) -> None:
-    for text, said in (
-        ("[arms.a]\n[arms.b]\n[[hypotheses]]\narm = 'a'\n", r"hypotheses\.0\.against: is required"),
-        ("alpha = 'x'\n[arms.a]\n[arms.b]\n", "alpha = 'x': input should be a valid number"),
-        ("[arms.a]\n[arms.b]\n[knobs.lr]\nvalues = []\n", r"knobs\.lr\.values = \[\]: .*at least 1 item"),
-    ):
-        (tmp_path / "space.toml").write_text(text, encoding="utf-8")
-        with pytest.raises(ConfigError, match=said):
-            read_space(tmp_path / "space.toml")
+ARMS = "[arms.a]\n[arms.b]\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[arms.a]\n", "arms = {'a': {}}: dictionary should have at least 2 items"),
+        ("sesoi = nan\n" + ARMS, "sesoi = nan: input should be a finite number"),
+        ("looks = 3\n" + ARMS, "looks = 3: input should be a valid tuple"),
+        ("looks = [4, 8.5]\n" + ARMS, "looks.1 = 8.5: input should be a valid integer"),
+        (ARMS + "[arms.'*']\n", "= '*': string should match pattern"),
+        (ARMS + "[arms.c]\nagent = 3\n", "arms.c.agent = 3: input should be a valid string"),
+        (ARMS + "[arms.c]\nagnet = '3'\n", "arms.c.agnet: unknown key; did you mean agent?"),
+        (
+            ARMS + "[arms.c]\nchanges = { 'job.x' = [1] }\n",
+            "arms.c.changes.job.x = [1]: it must be text, a number, true or",
+        ),
+        (ARMS + "[[hypotheses]]\narm = 'a'\n", "hypotheses.0.against: is required"),
+        ("alpha = 'x'\n" + ARMS, "alpha = 'x': input should be a valid number"),
+        (ARMS + "[knobs.lr]\nvalues = []\n", "knobs.lr.values = []: tuple should have at least 1 item"),
+    ],
+)
+def test_a_file_is_refused_with_key_and_value(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "space.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        read_space(path)

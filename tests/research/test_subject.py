@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from agentjet.errors import ConfigError
+from agentjet.research.diagnosis import held_out_counts
 from agentjet.research.journal import StudyFolder, StudyLog
-from agentjet.research.models import Arm, Knob, Study
+from agentjet.research.models import Arm, Knob, Outcome, Study
 from agentjet.research.subject import Subject
 from agentjet.research.swarm_runner import check_arms, job_of
 from agentjet.research.trial_process import HeldOutScore, RunRecord
@@ -167,13 +168,15 @@ def test_a_record_is_taken_up(tmp_path: Path) -> None:
     record = RunRecord.open(tmp_path / "record.json")
     record.add_score(0, HeldOutScore(0.25, 0.1, -1.0, 4, 1))
     record.add_metrics({1: {"reward/mean": 0.5, "loss": math.nan}, 3: {"reward/mean": 0.75}})
-    record.add_score(3, HeldOutScore(0.5, 0.1, 0.0, 4, 0))
+    record.add_score(3, HeldOutScore(0.5, 0.1, 0.0, 4, 2))
     again = RunRecord.open(tmp_path / "record.json")
-    assert again.scorings == {0: (0.25, 0.1, -1.0, 4, 1), 3: (0.5, 0.1, 0.0, 4, 0)}
+    assert again.scorings == {0: (0.25, 0.1, -1.0, 4, 1), 3: (0.5, 0.1, 0.0, 4, 2)}
     assert (again.curve(2), again.curve(3)) == ((0.25,), (0.25, 0.5))
     signals = {"loss": (None, None, None), "reward/mean": (0.5, None, 0.75)}
-    assert again.signals(3) == signals | {"held_out/plays": (None, None, 4), "held_out/failed": (None, None, 0)}
+    assert again.signals(3) == signals | {"held_out/plays": (None, None, 4), "held_out/failed": (None, None, 2)}
     assert again.signals(1)["reward/mean"] == (0.5,)
+    ended = Outcome("t", "completed", 0.5, signals=again.signals(3))
+    assert held_out_counts([ended, ended, Outcome("u", "completed", 0.5)]) == (8, 4)
 
 
 @pytest.mark.parametrize(

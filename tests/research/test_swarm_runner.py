@@ -19,9 +19,8 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from threading import Event as Signal
 from types import SimpleNamespace
@@ -33,78 +32,32 @@ from agentjet.client import AsyncSwarm
 from agentjet.errors import AgentJetError, ConfigError
 from agentjet.protocol import EpisodeList, Event
 from agentjet.research.arm_process import ArmClient, ArmFailed
-from agentjet.research.diagnosis import Signals, held_out_counts
+from agentjet.research.diagnosis import Signals
 from agentjet.research.models import Address, Outcome, Trial
 from agentjet.research.records import Setting, canonical
 from agentjet.research.subject import Subject
-from agentjet.research.swarm_runner import MAX_SERVINGS, RunningServer, ServerUnavailable, SwarmRunner, check_weights
+from agentjet.research.swarm_runner import MAX_SERVINGS, ServerUnavailable, SwarmRunner, check_weights
 from agentjet.research.trial_process import RunRecord, TrialOrder, TrialProcess, scoring, weight_changes
+from tests.research.world import FakeSlot
 
 SUBJECT = Subject("m", "examples/digits/agent.py:agent", "a.jsonl", "b.jsonl", settings={"job.group_size": 4}, steps=9)
 TRIAL = Trial("s", "a", {"job.optimizer.lr": 0.5}, 7, "confirm", 1 / 3)
 
 
-@dataclass
-class Refusing:
-    """A slot that raises the given error, and records the requests."""
-
-    error: AgentJetError
-    name: str = "nowhere"
-    asked: list[Setting] = field(default_factory=list)
-
-    @contextmanager
-    def serve(self, run: Path, settings: Setting, stopping: Signal) -> Iterator[RunningServer]:
-        (run / "trace").touch()
-        self.asked.append(settings)
-        raise self.error
-        yield
-
-    def check(self) -> None:
-        """It answers."""
-
-    def run_finished(self, run: Path) -> None:
-        raise AssertionError("nothing was completed")
+def completing(run: Path, settings: Setting) -> None:
+    """The waiting trials of a seed end, with their learning rate as score."""
+    for file in run.parent.parent.glob("launches/*/trial.json"):
+        trial = Trial.from_json(json.loads(file.read_text()))
+        if trial.seed == settings["job.seed"] and not file.with_name("outcome.json").exists():
+            ended = Outcome(trial.id, "completed", float(str(settings["job.optimizer.lr"])), settings={"job.x": 1})
+            file.with_name("draft.json").write_text(canonical(ended.to_json()))
 
 
-class Gone(Refusing):
-    """An unavailable slot."""
-
-    def check(self) -> None:
-        raise ServerUnavailable(f"--server {self.name}: no answer")
-
-
-class Working(Refusing):
-    """A slot whose trials all end, once `waits` is over."""
-
-    waits: Signal
-
-    @contextmanager
-    def serve(self, run: Path, settings: Setting, stopping: Signal) -> Iterator[RunningServer]:
-        assert self.waits.wait(60)
-        for trial in run.parent.parent.glob("launches/*/trial.json"):
-            of = Trial.from_json(json.loads(trial.read_text()))
-            if of.seed == settings["job.seed"] and not trial.with_name("outcome.json").exists():
-                trial.with_name("draft.json").write_text(canonical(Outcome(of.id, "completed", 1.0).to_json()))
-        with super().serve(run, settings, stopping) as server:
-            yield server
-
-    def run_finished(self, run: Path) -> None:
-        """It keeps what it has."""
-
-
-@dataclass
-class Dying(Refusing):
-    """A slot whose run ends, while half of the episodes do not come back."""
-
-    launch: Path = Path()
-
-    @contextmanager
-    def serve(self, run: Path, settings: Setting, stopping: Signal) -> Iterator[RunningServer]:
-        signals = {"batch/episodes": (8.0,) * 3, "episodes/aborted": (9.0,) * 3, "episodes/expired": (0.0,) * 3}
-        ended = Outcome(TRIAL.id, "completed", 0.5, signals=signals)
-        (self.launch / "draft.json").write_text(canonical(ended.to_json()))
-        with super().serve(run, settings, stopping) as server:
-            yield server
+def dying(run: Path, settings: Setting) -> None:
+    """The run of `k-1` ends, while half of the episodes do not come back."""
+    signals = {"batch/episodes": (8.0,) * 3, "episodes/aborted": (9.0,) * 3, "episodes/expired": (0.0,) * 3}
+    ended = Outcome(TRIAL.id, "completed", 0.5, signals=signals)
+    (run.parent.parent / "launches" / "k-1" / "draft.json").write_text(canonical(ended.to_json()))
 
 
 def complete_one(folder: Path) -> None:
@@ -116,7 +69,7 @@ def complete_one(folder: Path) -> None:
 
 def test_a_first_trial_that_is_lost_is_not_counted(tmp_path: Path) -> None:
     for _ in range(2):
-        with SwarmRunner(SUBJECT, tmp_path, [Refusing(AgentJetError("no port is free"))]) as runner:
+        with SwarmRunner(SUBJECT, tmp_path, [FakeSlot(AgentJetError("no port is free"))]) as runner:
             if not runner.has("k-1"):
                 runner.launch("k-1", TRIAL)
             with pytest.raises(ConfigError, match=r"does not count. Fix the error .* nowhere: no port is free"):
@@ -127,23 +80,23 @@ def test_a_first_trial_that_is_lost_is_not_counted(tmp_path: Path) -> None:
 
 
 def test_a_run_whose_environment_died_is_lost_before_anybody_hears_of_it(tmp_path: Path) -> None:
-    dying = Dying(AgentJetError("over"), launch=tmp_path / "launches" / "k-1")
-    with SwarmRunner(SUBJECT, tmp_path, [dying]) as runner:
+    slot = FakeSlot(before=dying)
+    with SwarmRunner(SUBJECT, tmp_path, [slot]) as runner:
         runner.launch("k-1", TRIAL)
         with pytest.raises(ConfigError, match=r"does not count.* dead_environment: .* did not come back"):
             runner.collect("k-1")
     assert len(list((tmp_path / "launches" / "k-1").glob("lost-*/trace"))) == 1
     complete_one(tmp_path)
-    with SwarmRunner(SUBJECT, tmp_path, [dying]) as runner:
+    with SwarmRunner(SUBJECT, tmp_path, [slot]) as runner:
         outcome = runner.collect("k-1")
-    assert (outcome.end, outcome.score) == ("infra_failed", None)
+    assert (outcome.end, outcome.score, slot.finished) == ("infra_failed", None, [])
     assert (tmp_path / "launches" / "k-1" / "run" / "trace").exists(), "a repeat begins anew"
     assert not list((tmp_path / "runs").iterdir())
 
 
 def test_a_place_that_cannot_serve(tmp_path: Path) -> None:
     complete_one(tmp_path)
-    slot = Refusing(AgentJetError("no port is free"))
+    slot = FakeSlot(AgentJetError("no port is free"))
     with SwarmRunner(SUBJECT, tmp_path, [slot]) as runner:
         runner.launch("k-1", TRIAL)
         outcome = runner.collect("k-1")
@@ -152,7 +105,7 @@ def test_a_place_that_cannot_serve(tmp_path: Path) -> None:
         assert (tmp_path / "launches" / "k-1" / "run" / "trace").exists()
         runner.launch("k-2", TRIAL)
         runner.collect("k-2")
-    assert len(slot.asked) == 2 * MAX_SERVINGS
+    assert len(slot.asked) == 2 * MAX_SERVINGS and slot.finished == []
     assert slot.asked[0] == {
         "job.optimizer.total_steps": 9,
         "job.group_size": 4,
@@ -167,7 +120,7 @@ def test_a_place_that_cannot_serve(tmp_path: Path) -> None:
 def test_a_place_that_is_gone_costs_nothing(tmp_path: Path, began: bool) -> None:
     if began:
         complete_one(tmp_path)
-    slot = Gone(AgentJetError("no answer"), "http://x")
+    slot = FakeSlot(AgentJetError("no answer"), "http://x", is_gone=True)
     with SwarmRunner(SUBJECT, tmp_path, [slot]) as runner:
         for key in ("k-1", "k-2"):
             runner.launch(key, TRIAL)
@@ -179,18 +132,10 @@ def test_a_place_that_is_gone_costs_nothing(tmp_path: Path, began: bool) -> None
     assert (tmp_path / "runs" / TRIAL.run / "trace").exists(), "it may be gone on with"
 
 
-class Idle(Refusing):
-    """A slot whose server is never asked."""
-
-    @contextmanager
-    def serve(self, run: Path, settings: Setting, stopping: Signal) -> Iterator[RunningServer]:
-        yield RunningServer(Address("http://127.0.0.1:9", ""), check=lambda: None)
-
-
 def test_an_error_is_that_of_the_last_try(tmp_path: Path) -> None:
     found = []
     for _ in range(2):
-        with SwarmRunner(replace(SUBJECT, agent="none.py:agent"), tmp_path, [Idle(AgentJetError(""))]) as runner:
+        with SwarmRunner(replace(SUBJECT, agent="none.py:agent"), tmp_path, [FakeSlot(None)]) as runner:
             runner.launch("k-1", TRIAL)
             with pytest.raises(ConfigError, match=r"none\.py: No such file") as error:
                 runner.collect("k-1")
@@ -198,40 +143,12 @@ def test_an_error_is_that_of_the_last_try(tmp_path: Path) -> None:
     assert found[0] == found[1]
 
 
-@dataclass
-class Troubled:
-    """A slot without a server or disk space, or that completes its trials with their learning rate as score."""
-
-    trouble: Exception | None
-    name: str = "server"
-    served: list[Setting] = field(default_factory=list)
-
-    @contextmanager
-    def serve(self, run: Path, settings: Setting, stopping: Signal) -> Iterator[RunningServer]:
-        if self.trouble is not None:
-            raise self.trouble
-        self.served.append(settings)
-        for file in run.parent.parent.glob("launches/*/trial.json"):
-            trial = Trial.from_json(json.loads(file.read_text()))
-            ended = Outcome(trial.id, "completed", float(str(settings["job.optimizer.lr"])), settings={"job.x": 1})
-            file.with_name("draft.json").write_text(canonical(ended.to_json()))
-        raise AgentJetError("over")
-        yield
-
-    def check(self) -> None:
-        if isinstance(self.trouble, AgentJetError):
-            raise ServerUnavailable("--server: no answer")
-
-    def run_finished(self, run: Path) -> None:
-        """It keeps its files."""
-
-
 @pytest.mark.parametrize(
     "trouble", [AgentJetError("no answer"), OSError(errno.ENOSPC, "No space left on device", "runs")]
 )
 def test_a_later_call_begins_again_after_a_trouble_of_the_machine(trouble: Exception, tmp_path: Path) -> None:
     """The subject follows from the trial, as in a campaign."""
-    slot = Troubled(trouble)
+    slot = FakeSlot(trouble, is_gone=isinstance(trouble, AgentJetError))
 
     def of(trial: Trial) -> Subject:
         settings = {"job.optimizer.lr": float(len(trial.arm))}
@@ -242,22 +159,29 @@ def test_a_later_call_begins_again_after_a_trouble_of_the_machine(trouble: Excep
         for _ in range(2):
             with pytest.raises((ServerUnavailable, OSError), match=r"no answer$|No space left"):
                 runner.collect("k 1")
-        slot.trouble = None
+        slot.error, slot.is_gone, slot.before = AgentJetError("over"), False, completing
+        slot.asked.clear()
         ended = runner.collect("k 1")
         assert runner.has("k 1") and ended.score == 2.0
         assert ended.settings["model.name"] == "tiny" and ended.settings["job.x"] == 1  # no path of this machine
-    assert len(slot.served) == 1 and slot.served[0]["job.seed"] == TRIAL.seed
+    assert len(slot.asked) == 1 and slot.asked[0]["job.seed"] == TRIAL.seed
 
 
 def test_where_one_place_is_gone_the_others_go_on(tmp_path: Path) -> None:
     complete_one(tmp_path)
     told: list[str] = []
-    gone, there = Gone(AgentJetError("no answer"), "http://x"), Working(AgentJetError("over"), "http://y")
-    there.waits = Signal()
+    may_work = Signal()
+
+    def work(run: Path, settings: Setting) -> None:
+        assert may_work.wait(60)
+        completing(run, settings)
 
     def notify(line: str) -> None:
         told.append(line)
-        there.waits.set()
+        may_work.set()
+
+    gone = FakeSlot(AgentJetError("no answer"), "http://x", is_gone=True)
+    there = FakeSlot(name="http://y", before=work)
 
     with SwarmRunner(SUBJECT, tmp_path, [gone, there], notify) as runner:
         for seed in range(1, 5):
@@ -327,17 +251,6 @@ def test_a_run_that_stands_at_the_base_model_again_is_measured_anew(tmp_path: Pa
         assert metrics == {} or RunRecord.open(record.path).scorings == {}
 
 
-def test_plays_that_failed_are_among_the_signals(tmp_path: Path) -> None:
-    record = RunRecord(tmp_path / "record.json")
-    record.add_metrics({1: {"x": 1.0}, 2: {"x": 1.0}, 3: {"x": 1.0}})
-    for step in (0, 1, 3):
-        record.add_score(step, scoring([[0.5] * (8 - step)], 8))
-    record = RunRecord.open(record.path)
-    assert record.signals(3) == {"x": (1.0,) * 3, "held_out/plays": (8, None, 8), "held_out/failed": (1, None, 3)}
-    ended = Outcome("t", "completed", 0.5, signals=record.signals(3))
-    assert held_out_counts([ended, ended, Outcome("u", "completed", 0.5)]) == (16, 6)
-
-
 class Diverging:
     """A swarm whose training ends at the step that ruins the weights, with an unrelated error."""
 
@@ -392,7 +305,7 @@ def test_what_waits_is_taken_up_by_the_next(tmp_path: Path) -> None:
         assert not first.has("k-1")
         first.launch("k-1", TRIAL)
         assert first.has("k-1")
-    slot = Refusing(AgentJetError("no port is free"))
+    slot = FakeSlot(AgentJetError("no port is free"))
     with SwarmRunner(SUBJECT, tmp_path, [slot]) as second:
         assert second.has("k-1") and second.collect("k-1").end == "infra_failed"
     with SwarmRunner(SUBJECT, tmp_path, []) as third:
@@ -400,7 +313,7 @@ def test_what_waits_is_taken_up_by_the_next(tmp_path: Path) -> None:
 
 
 def test_what_is_wrong_with_the_study_ends_it(tmp_path: Path) -> None:
-    with SwarmRunner(SUBJECT, tmp_path, [Refusing(ConfigError("no such setting"))]) as runner:
+    with SwarmRunner(SUBJECT, tmp_path, [FakeSlot(ConfigError("no such setting"))]) as runner:
         runner.launch("k-1", TRIAL)
         with pytest.raises(ConfigError, match="no such setting"):
             runner.collect("k-1")

@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
 
+from agentjet.errors import AgentJetError
 from agentjet.research.journal import StudyKind, StudyLog
-from agentjet.research.models import Arm, Hypothesis, Knob, Outcome, Study, Trial
+from agentjet.research.models import Address, Arm, Hypothesis, Knob, Outcome, Study, Trial
 from agentjet.research.records import Setting, canonical
+from agentjet.research.swarm_runner import RunningServer, ServerUnavailable
 
 KNOB = Knob("lr", (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0))
 STUDY = Study(
@@ -38,39 +42,49 @@ def late(setting: Setting, fidelity: float) -> float:
     return float(setting["gain"]) + (height if fidelity < 1 else -height)
 
 
-@dataclass
-class Formula:
-    """A runner. With a folder, launches survive their process; a second launch of a key is an error."""
+@dataclass(kw_only=True)
+class Launches:
+    """The launches of a runner. With a folder they survive their process; a second launch of a key is an error."""
 
-    score: Callable[[Setting, float], float] = hill
-    noise: float = 0.3
     folder: Path | None = None
-    lost: set[int] = field(default_factory=set)
-    """Numbers of launches, from 1, whose runs the infrastructure loses."""
-    always_lost: bool = False
     launched: dict[str, Trial] = field(default_factory=dict)
 
     def has(self, key: str) -> bool:
-        return (self.folder / key).exists() if self.folder else key in self.launched
+        return file_of(self.folder, key).exists() if self.folder else key in self.launched
 
     def launch(self, key: str, trial: Trial) -> None:
         assert not self.has(key), f"{key} is launched twice"
         if self.folder:
-            (self.folder / key).write_text(canonical(trial.to_json()), encoding="utf-8")
+            file_of(self.folder, key).write_text(canonical(trial.to_json()), encoding="utf-8")
         self.launched[key] = trial
 
+    def trial(self, key: str) -> Trial:
+        if self.folder:
+            return Trial.from_json(json.loads(file_of(self.folder, key).read_text(encoding="utf-8")))
+        return self.launched[key]
+
+
+def file_of(folder: Path, key: str) -> Path:
+    return folder / key.replace(" ", "_")
+
+
+@dataclass
+class Formula(Launches):
+    """A runner whose scores are a formula and noise."""
+
+    score: Callable[[Setting, float], float] = hill
+    noise: float = 0.3
+    lost: set[int] = field(default_factory=set)
+    """Numbers of launches, from 1, whose runs the infrastructure loses."""
+    always_lost: bool = False
+
     def collect(self, key: str) -> Outcome:
-        assert self.has(key), f"{key} was never launched"
-        trial = Trial.from_json(read(self.folder / key)) if self.folder else self.launched[key]
+        trial = self.trial(key)
         if self.always_lost or (not self.folder and list(self.launched).index(key) + 1 in self.lost):
             return Outcome(trial.id, "infra_failed", note="lost")
         rng = np.random.default_rng([trial.seed, *canonical(dict(trial.setting)).encode()])
         noise = rng.normal() * self.noise * trial.fidelity
         return Outcome(trial.id, "completed", score=self.score(trial.setting, trial.fidelity) + noise)
-
-
-def read(path: Path) -> object:
-    return json.loads(path.read_text(encoding="utf-8"))
 
 
 class Doomed(StudyLog):
@@ -91,3 +105,45 @@ class Doomed(StudyLog):
         if moment != "before":
             super().append(kind, body)
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed(work: Callable[[], object]) -> None:
+    """Runs `work` in another process, which kills itself on the way."""
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+        finally:
+            os._exit(1)  # It was not killed, which the parent sees.
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, status
+
+
+@dataclass
+class FakeSlot:
+    """A slot that works, then raises its error, or serves without one. It records requests and finished runs."""
+
+    error: Exception | None = field(default_factory=lambda: AgentJetError("over"))
+    name: str = "nowhere"
+    is_gone: bool = False
+    """`check` gets no answer."""
+    before: Callable[[Path, Setting], None] = lambda run, settings: None
+    """Called with the run's folder, in place of the work."""
+    asked: list[Setting] = field(default_factory=list)
+    finished: list[Path] = field(default_factory=list)
+
+    @contextmanager
+    def serve(self, run: Path, settings: Setting, stopping: Event) -> Iterator[RunningServer]:
+        (run / "trace").touch()
+        self.asked.append(settings)
+        self.before(run, settings)
+        if self.error is not None:
+            raise self.error
+        yield RunningServer(Address("http://127.0.0.1:9", ""), check=lambda: None)
+
+    def check(self) -> None:
+        if self.is_gone:
+            raise ServerUnavailable(f"--server {self.name}: no answer")
+
+    def run_finished(self, run: Path) -> None:
+        self.finished.append(run)

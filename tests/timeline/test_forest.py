@@ -3,7 +3,10 @@
 1. a forest is exactly the set of distinct prefixes of its rows, in depth-first order;
 2. `parent`, `depth` and `end` agree with each other, and `end` alone is the attention mask;
 3. every sampled token of every row has its own target, on the node of its context, with its row's numbers;
-4. `split` and `select` keep the context of every target; every target is in one piece; the wire changes nothing.
+4. `split` and `select` keep the context of every target; every target is in one piece; the wire changes nothing;
+5. dealt to several parts: every target is in exactly one part, in its own context; whole trees stay whole while that is
+   even enough; one tree with a shared prompt is cut at its branches; more parts than branches leave parts empty;
+6. any support set is decoded unchanged; repeated sets are stored once; the whole vocabulary takes no byte.
 """
 
 from __future__ import annotations
@@ -12,12 +15,23 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from agentjet.compute.operations import body_digest
-from agentjet.timeline import Forest, Row, build_forest, call_row
-from agentjet.timeline.forest import observations, select, split
+from agentjet.timeline.forest import (
+    Forest,
+    Row,
+    ancestors,
+    build_forest,
+    call_row,
+    observations,
+    part_of,
+    select,
+    split,
+)
+from agentjet.timeline.support import EVERYTHING, decode_set, encode_set, pack_sets, unpack_sets
 
 SETS = ((), (b"", b"\0\1\0", b"\1\0\0") * 2, (b"\0\1\0",) * 6)
 """Support sets of rows by their sequence modulo 3: none, a mixture, always the same."""
@@ -195,3 +209,111 @@ def test_observations_are_the_tokens_between_two_answers() -> None:
     ]
     found = {call: np.frombuffer(seen, np.int32).tolist() for call, seen in observations(build_forest(rows)).items()}
     assert found == {0: [1, 2], 1: [5, 6], 2: [1, 2], 3: [5, 6], 4: [1, 9, 80, 5, 6], 5: []}
+
+
+# ---- parts -----------------------------------------------------------------------------------------------------------
+
+
+def rows(groups: int, repeats: int, shared: int, lengths: tuple[int, int], seed: int = 0) -> list[Row]:
+    """Calls of `groups` prompts that begin with `shared` equal tokens."""
+    rng = np.random.default_rng(seed)
+    system = rng.integers(0, 1000, shared)
+    found = []
+    for _ in range(groups):
+        prompt = np.concatenate([system, rng.integers(0, 1000, rng.integers(*lengths))])
+        for _ in range(repeats):
+            count = int(rng.integers(*lengths))
+            tokens = np.concatenate([prompt, rng.integers(0, 1000, count)]).astype(np.int32)
+            zeros = np.zeros(count, np.float32)
+            found.append(call_row(tokens, zeros, zeros.astype(np.int32), 1.0, 1.0, len(found), call=len(found)))
+            prompt = tokens if rng.random() < 0.3 else prompt  # Some calls continue others, so prefixes have targets.
+    return found
+
+
+def contexts_of_targets(forest: Forest) -> list[tuple[int, bytes]]:
+    """The sequence of each target, and the tokens up to it."""
+    paths = [forest.tokens[[*ancestors(forest, node), node]].tobytes() for node in forest.node.tolist()]
+    return list(zip(forest["sequence"].tolist(), paths, strict=True))
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 3, 8, 50])
+@pytest.mark.parametrize("shared", [0, 40])
+def test_every_target_is_in_one_part_in_its_own_context(num_parts: int, shared: int) -> None:
+    forest = build_forest(rows(4, 3, shared, (3, 30)))
+    parts = [part_of(forest, part, num_parts) for part in range(num_parts)]
+    targets = np.concatenate([targets for _, targets in parts])
+    assert np.sort(targets).tolist() == list(range(forest.num_targets))
+    whole = contexts_of_targets(forest)
+    for part, own in parts:
+        assert contexts_of_targets(part) == [whole[target] for target in own.tolist()]
+        assert bool(part.num_nodes) == bool(part.num_targets)
+
+
+def test_trees_stay_whole_where_that_is_even() -> None:
+    forest = build_forest(rows(32, 4, 0, (20, 40)))
+    parts = [part_of(forest, part, 2)[0] for part in range(2)]
+    assert sum(part.num_nodes for part in parts) == forest.num_nodes, "nothing is computed twice"
+    assert max(part.num_nodes for part in parts) < 0.52 * forest.num_nodes
+
+
+def test_one_tree_is_dealt_at_its_branches() -> None:
+    forest = build_forest(rows(16, 4, 50, (20, 40)))
+    assert (forest.parent < 0).sum() == 1
+    parts = [part_of(forest, part, 4)[0] for part in range(4)]
+    assert sum(part.num_nodes for part in parts) < 1.15 * forest.num_nodes
+    assert max(part.num_nodes for part in parts) < 0.3 * forest.num_nodes
+
+
+def test_a_path_without_branches_has_one_owner() -> None:
+    tokens = np.arange(100, dtype=np.int32)
+    forest = build_forest([call_row(tokens, np.zeros(40, np.float32), np.zeros(40, np.int32), 1.0, 1.0, 0)])
+    parts = [part_of(forest, part, 3)[0] for part in range(3)]
+    assert sorted(part.num_targets for part in parts) == [0, 0, 40]
+
+
+def test_a_forest_without_targets_is_dealt() -> None:
+    forest, targets = part_of(build_forest([]), 1, 2)
+    assert forest.num_nodes == len(targets) == 0
+
+
+# ---- support sets ----------------------------------------------------------------------------------------------------
+
+
+VOCABULARIES = st.sampled_from([1, 2, 300, 49_152, 200_000])
+
+
+@given(VOCABULARIES, st.floats(0, 1), st.integers(0, 2**32 - 1))
+def test_a_set_comes_back(vocabulary: int, share: float, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    members = rng.random(vocabulary) < share**4
+    members[rng.integers(vocabulary)] = True
+    for one in (members, ~members) if not members.all() else (members,):
+        encoded = encode_set(one)
+        assert (encoded == EVERYTHING) == bool(one.all())
+        assert (decode_set(encoded, vocabulary) == one).all()
+
+
+def test_gaps_wider_than_two_bytes() -> None:
+    members = np.zeros(200_000, bool)
+    members[[0, 70_000, 199_999]] = True
+    for one in (members, ~members):
+        assert (decode_set(encode_set(one), 200_000) == one).all()
+
+
+def test_nothing_can_be_sampled_from_nothing() -> None:
+    with pytest.raises(ValueError, match="an empty support set"):
+        encode_set(np.zeros(3, bool))
+
+
+@given(st.lists(st.sampled_from([EVERYTHING, b"\0\1\0", b"\1\5\0\6\0", b"\0"])))
+def test_sets_come_back_in_their_order(sets: list[bytes]) -> None:
+    packed = pack_sets(sets)
+    assert unpack_sets(packed, len(sets)) == tuple(sets)
+    assert bool(packed) == any(sets)
+
+
+def test_what_repeats_is_stored_once() -> None:
+    rng = np.random.default_rng(0)
+    sets = [encode_set(rng.random(49_152) < 0.1) for _ in range(2)]
+    once, often = pack_sets(sets), pack_sets(sets * 200)
+    assert len(once) > 5000 and len(often) < len(once) + 200

@@ -3,7 +3,9 @@
 1. a prompt keeps the longest known path: all sampled tokens on it, but only whole stretches of prompt text;
 2. a suffix is never empty, and a match never ends within a sampled character;
 3. forks, duplicates, roots and calls in parallel; `tokens` and `prompt_tokens` are exact; `leaves`;
-4. sampled answers are recognised by meaning, after the same messages only.
+4. sampled answers are recognised by meaning, after the same messages only;
+5. orphans: among a request and its retries, the answers that were sent back are trained, else the last delivered one;
+6. a linear conversation has no forks; votes and sub-agents are branches. `test_failures_of_others` has other causes.
 """
 
 from __future__ import annotations
@@ -14,7 +16,10 @@ import pytest
 
 from agentjet.timeline import ConversationTree, Match
 from agentjet.timeline.identity import Identities
-from agentjet.types import Call, Conversation, Message, ToolCall
+from agentjet.timeline.tree import orphans
+from agentjet.types import Call, Conversation, Message, NewContext, ToolCall
+from tests.timeline.agents import Session
+from tests.timeline.models import Model
 
 CONTROL = ord("|")
 
@@ -195,3 +200,62 @@ class TestRecognise:
         assert recognised(tree, self.with_answer(Message("assistant", "a"))) == {1: second}
         assert recognised(tree, self.with_answer(Message("assistant", "a", reasoning="x"))) == {1: first}
         assert recognised(tree, self.with_answer(Message("assistant", "a", reasoning="z"))) == {}
+
+
+# ---- orphans and forks -----------------------------------------------------------------------------------------------
+
+
+def made(id: str, *, retry_of: str | None = None, after: str | None = None) -> Call:
+    call = Call(id, "e", "", None, 0, (1,), (2,), (0.0,), (0,), 1.0, "stop", Message("assistant"), "", 0.0)
+    return replace(call, retry_of=retry_of, ask=NewContext(after=after))
+
+
+@pytest.mark.parametrize(
+    ("calls", "undelivered", "expected"),
+    [
+        ([made("a"), made("b")], (), {}),
+        ([made("a"), made("b", retry_of="a")], (), {"a": "retry"}),
+        ([made("a"), made("b", retry_of="a"), made("c", retry_of="b")], (), {"a": "retry", "b": "retry"}),
+        ([made("a"), made("b", retry_of="a"), made("c", after="b")], (), {"a": "retry"}),
+        ([made("a"), made("b", retry_of="a"), made("c", after="a")], (), {"b": "retry"}),
+        ([made("a"), made("b", retry_of="a"), made("c", after="a"), made("d", after="b")], (), {}),
+        ([made("a"), made("b")], ("b",), {"b": "undelivered"}),
+        ([made("a"), made("b", after="a")], ("a",), {}),
+        ([made("a"), made("b", retry_of="a")], ("b",), {"b": "undelivered"}),
+        ([made("a"), made("b", retry_of="a")], ("a", "b"), {"a": "undelivered", "b": "undelivered"}),
+    ],
+)
+def test_orphans(calls: list[Call], undelivered: tuple[str, ...], expected: dict[str, str]) -> None:
+    assert orphans(calls, undelivered) == expected
+
+
+USER, MORE = Message("user", "hello"), Message("user", "42")
+
+
+@pytest.fixture
+def session(tiny_models: dict[str, Model]) -> Session:
+    return Session(tiny_models["qwen3"])
+
+
+def answered(session: Session, answer: str, *messages: Message) -> Message:
+    model = session.model
+    return session.ask(Conversation(messages), (*model.ids(answer), model.end)).response
+
+
+def test_a_linear_conversation_has_no_forks(session: Session) -> None:
+    first = answered(session, "one", USER)
+    second = answered(session, "two", USER, first, MORE)
+    answered(session, "three", USER, first, MORE, second, MORE)
+    calls = session.tree.calls
+    assert [call.fork for call in calls] == ["", "", ""]
+    assert [call.ask.after for call in calls] == [None, calls[0].id, calls[1].id]
+    assert [call.ask.messages for call in calls] == [(USER,), (MORE,), (MORE,)]
+
+
+def test_votes_and_sub_agents_are_branches(session: Session) -> None:
+    first = answered(session, "one", USER)
+    answered(session, "two", USER)
+    answered(session, "three", USER, first, MORE)
+    answered(session, "four", USER, first, Message("user", "the"))
+    answered(session, "five", MORE)
+    assert [call.fork for call in session.tree.calls] == ["", "branch", "", "branch", "branch"]

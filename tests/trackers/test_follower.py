@@ -1,7 +1,7 @@
 """`Follower`, without a library.
 
 1. It waits for the first step, follows new ones, and ends with the job.
-2. A run without a step, and a server that has another run now, are refused.
+2. A server that has another run now is refused; `tests/cli/test_track.py` has a run without a step.
 3. A sink that cannot be asked goes on from the cursor.
 4. A failing library is one sentence, and what it had is not written again.
 5. A long backfill shows how far it is.
@@ -64,11 +64,6 @@ def test_a_run_is_followed_from_before_its_first_step_to_its_end(sink: Memory, t
     assert sink.versions == [step.version for step in STEPS] and sink.ends == 1
     assert screen.lines[0] == "a list has no step yet: waiting for the first one"
     assert screen.lines[-1] == f"{LABEL} has all steps up to 35"
-
-
-def test_a_run_without_a_step_is_refused(sink: Memory, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="a list has no step yet, so there is nothing to track"):
-        start(ListSource(STEPS, ready=0), sink, tmp_path)
 
 
 def test_another_run_at_the_same_address_is_refused(sink: Memory, tmp_path: Path) -> None:

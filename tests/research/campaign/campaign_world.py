@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from agentjet.research.campaign.models import Intervention
-from agentjet.research.models import Outcome, Refused, Transcript, Trial
+from agentjet.research.models import Outcome, Refused, Transcript
 from agentjet.research.records import canonical
 from agentjet.research.swarm_runner import ServerUnavailable
+from tests.research.world import Launches
 
 SICK: Mapping[str, Any] = {"job.max_tokens": 10, "job.optimizer.lr": 0.001, "job.temperature": 1.0} | dict.fromkeys(
     ("job.batch_size", "job.group_size"), 8
@@ -64,35 +63,26 @@ def truncating(settings: Mapping[str, Any]) -> dict[str, float]:
 
 
 @dataclass
-class FormulaRunner:
-    """`TrialRunner` of commits. With a folder, launches survive their process; a second launch of a key is an error."""
+class FormulaRunner(Launches):
+    """`TrialRunner` of commits."""
 
     commits: Commits
     formula: Callable[[Mapping[str, Any]], Mapping[str, float]] = truncating
     noise: float = 0.01
-    folder: Path | None = None
     away: int = 0
     """So many calls fail, because no server is there."""
     lost: int = 0
     """So many runs are lost, the first ones."""
     error: str = ""
     """The subject's own error, in every run."""
-    launched: dict[str, Trial] = field(default_factory=dict)
 
     def has(self, key: str) -> bool:
         self._reach()
-        return (self.folder / key.replace(" ", "_")).exists() if self.folder else key in self.launched
-
-    def launch(self, key: str, trial: Trial) -> None:
-        self._reach()
-        assert not self.has(key), f"{key} is launched twice"
-        if self.folder:
-            (self.folder / key.replace(" ", "_")).write_text(canonical(trial.to_json()), encoding="utf-8")
-        self.launched[key] = trial
+        return super().has(key)
 
     def collect(self, key: str) -> Outcome:
         self._reach()
-        trial = Trial.from_json(self.read(key)) if self.folder else self.launched[key]
+        trial = self.trial(key)
         if self.error:
             return Outcome(trial.id, "arm_failed", note=self.error)
         if self.lost:
@@ -113,10 +103,6 @@ class FormulaRunner:
             facts={name: value for name, value in found.items() if name in ("swapped", "rejected", "overpaid")},
             transcripts=(Transcript("best", {"ask": "x"}, ({"role": "user", "content": "x"},), 1.0),),
         )
-
-    def read(self, key: str) -> object:
-        assert self.folder is not None
-        return json.loads((self.folder / key.replace(" ", "_")).read_text(encoding="utf-8"))
 
     def _reach(self) -> None:
         if self.away:

@@ -1,9 +1,13 @@
-"""What is pinned: the loop mends a truncated subject; budget, refusals, waiting, resuming and bad input."""
+"""What is pinned: the loop mends a truncated subject; budget, refusals, waiting, resuming and bad input.
+
+The notebook has one writer, readers beside it, and entries that can only be added.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
+import sqlite3
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +18,13 @@ import pytest
 from agentjet.errors import ConfigError
 from agentjet.research.campaign.campaign import OFFLINE, Campaign, Question
 from agentjet.research.campaign.models import Budget, Intervention, ProposerAway, View
-from agentjet.research.campaign.notebook import Notebook
+from agentjet.research.campaign.notebook import NAME, Notebook
 from agentjet.research.campaign.runs import OBSERVING
 from agentjet.research.campaign.strategist import Strategist
 from agentjet.research.journal import JournalEntry
 from agentjet.research.models import Outcome, Trial
 from tests.research.campaign.campaign_world import SICK, Commits, FakeClock, FormulaRunner, truncating
+from tests.research.world import killed
 
 QUESTION = Question("why does it stay low?", Budget(runs=60.0))
 
@@ -286,19 +291,63 @@ def test_killed_at_an_entry_it_ends_the_same(tmp_path: Path, number: int) -> Non
     for folder in (quiet, stormy):
         (folder / "launches").mkdir(parents=True)
     _, undisturbed = campaign(quiet, FormulaRunner(Commits(), folder=quiet / "launches"))
-    child = os.fork()
-    if child == 0:
-        try:
-            runner = FormulaRunner(Commits(), folder=stormy / "launches")
-            with Doomed(stormy, now=lambda: 0.0) as notebook:
-                notebook.number = number
-                Campaign(QUESTION, notebook, runner.commits, runner, [Strategist()], FakeClock()).run()
-        finally:
-            os._exit(1)
-    _, how = os.waitpid(child, 0)
-    assert os.WIFSIGNALED(how)
+
+    def run_until_killed() -> None:
+        runner = FormulaRunner(Commits(), folder=stormy / "launches")
+        with Doomed(stormy, now=lambda: 0.0) as notebook:
+            notebook.number = number
+            Campaign(QUESTION, notebook, runner.commits, runner, [Strategist()], FakeClock()).run()
+
+    killed(run_until_killed)
     _, entries = campaign(stormy, FormulaRunner(Commits(), folder=stormy / "launches"))
     assert [(entry.kind, entry.key) for entry in entries] == [(entry.kind, entry.key) for entry in undisturbed]
     assert sorted(path.name for path in (quiet / "launches").iterdir()) == sorted(
         path.name for path in (stormy / "launches").iterdir()
     )
+
+
+# ---- notebook --------------------------------------------------------------------------------------------------------
+
+
+def test_entries_survive_and_are_numbered(tmp_path: Path) -> None:
+    with Notebook(tmp_path) as notebook:
+        first = notebook.entry("started", {"topic": "x"})
+        second = notebook.entry("observed", {"score": 0.5}, [first.number])
+        assert second.number == 2 and second.because == (1,)
+    with Notebook(tmp_path) as again:
+        assert [entry.content for entry in again.entries] == [{"topic": "x"}, {"score": 0.5}]
+
+
+def test_one_writer(tmp_path: Path) -> None:
+    with Notebook(tmp_path), pytest.raises(ConfigError, match="is being written by another process"):
+        Notebook(tmp_path)
+
+
+def test_readers_beside_the_writer(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no campaign"):
+        Notebook(tmp_path / "none", writer=False)
+    with Notebook(tmp_path) as notebook, Notebook(tmp_path, writer=False) as reader:
+        notebook.entry("started", {})
+        reader.refresh()
+        assert len(reader.entries) == 1
+
+
+def test_append_only(tmp_path: Path) -> None:
+    with Notebook(tmp_path) as notebook:
+        notebook.entry("started", {})
+        for statement in ("UPDATE entries SET content = '1'", "DELETE FROM entries"):
+            with sqlite3.connect(tmp_path / NAME) as other, pytest.raises(sqlite3.IntegrityError, match="append only"):
+                other.execute(statement)
+
+
+def test_budgets() -> None:
+    assert Budget.parse("48h") == Budget(hours=48.0)
+    assert Budget.parse("500runs") == Budget(runs=500.0)
+    for wrong in ("much", "0h", "-1runs", "nanh", "xh"):
+        with pytest.raises(ConfigError, match="budget"):
+            Budget.parse(wrong)
+
+
+def test_an_intervention_changes_something() -> None:
+    with pytest.raises(ConfigError, match="changes nothing"):
+        Intervention("idle", "settings")
