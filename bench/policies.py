@@ -148,8 +148,8 @@ def timed(work: Callable[[], object], repeats: int) -> float:
 def fail(swarm: SwarmState) -> None:
     """A transaction of 20 changes that fails at its end."""
     try:
-        with swarm.store.transaction():
-            for episode in swarm.store.live()[:10]:
+        with swarm.transaction():
+            for episode in swarm.live()[:10]:
                 swarm.note(episode.id, noted=["something"])
                 swarm.finish(episode.id, FinishRequest(reward=1.0))
             raise ZeroDivisionError
@@ -174,7 +174,7 @@ def costs(folder: Path, number: int) -> dict[str, float]:
     filters.append({"before": f"ep_{number // 2:027x}"})
     queries = [EpisodeQuery(limit=50, **one) for one in filters]
     pages = [timed(partial(journal.find_episodes, query), 20) for query in queries]
-    store = swarm.store
+    store = swarm
     before = deepcopy(store.state), dict(store.episodes), dict(store.groups)
     rollback = timed(lambda: fail(swarm), 20)
     assert (store.state, store.episodes, store.groups) == before, "a failed transaction leaves nothing"
@@ -186,7 +186,7 @@ def write_batch(swarm: SwarmState, episodes: int, turns: int, tokens: int) -> No
     """A complete batch of long conversations: each turn has `tokens` new tokens, half of them sampled."""
     for n in range(episodes):
         episode, parent = begin(swarm, f"t{n // GROUP_SIZE}"), None
-        with swarm.store.transaction():
+        with swarm.transaction():
             for turn in range(turns):
                 parent = record(swarm, episode, turn, parent, tokens // 2, tokens // 2)
         swarm.finish(episode.id, FinishRequest(reward=n % 2))

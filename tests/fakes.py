@@ -524,7 +524,7 @@ async def running(
 
 def recent_episodes(swarm: SwarmState, limit: int, *, status: EpisodeFilter | None = None) -> Sequence[EpisodeRecord]:
     """Returns the newest episodes, or those of a status, newest first."""
-    return swarm.store.journal.find_episodes(EpisodeQuery(limit=limit, status=status)).episodes
+    return swarm.journal.find_episodes(EpisodeQuery(limit=limit, status=status)).episodes
 
 
 def job_body(gateway: Gateway) -> JobBody:

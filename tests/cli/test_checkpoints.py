@@ -74,7 +74,7 @@ async def test_a_tagged_checkpoint_outlives_rotation(tmp_path: Path) -> None:
         for _ in range(4):
             await up.batch()
         assert versions(up) == [1, 4, 5]
-        assert up.gateway.swarm.store.state.durable_version == 4, "a tag holds back no pruning"
+        assert up.gateway.swarm.state.durable_version == 4, "a tag holds back no pruning"
         up.gateway.versions.untag("good")
         await up.batch()
         assert versions(up) == [5, 6]
@@ -171,7 +171,7 @@ async def test_a_rollback_gives_the_old_weights_a_new_version(tmp_path: Path) ->
         live = await up.gateway.begin(BeginRequest(task_id="lives", client_id="c"))
         before = up.gateway.swarm.queries.journal.outcomes()
         assert (before["trained"], before["waiting"], before["live"]) == (16, 1, 1)
-        assert up.gateway.swarm.store.journal.task("", "t0").num_groups == 4
+        assert up.gateway.swarm.journal.task("", "t0").num_groups == 4
         with pytest.raises(ConfigError, match="in use by another server"):
             roll_back(data, "1")
     done, _ = roll_back(data, "1")
@@ -181,7 +181,7 @@ async def test_a_rollback_gives_the_old_weights_a_new_version(tmp_path: Path) ->
         swarm = up.gateway.swarm
         assert (swarm.policy_version, up.compute.version, up.compute.weights) == (5, 5, weights(data, 1))
         assert up.compute.learned == [], "nothing that was undone is learned again"
-        assert swarm.store.journal.task("", "t0").num_groups == 0, "statistics of the undone policy"
+        assert swarm.journal.task("", "t0").num_groups == 0, "statistics of the undone policy"
         counts = swarm.queries.journal.outcomes()
         assert (counts["trained"], counts["dropped"], counts["waiting"], counts["live"]) == (4, 13, 0, 0)
         assert swarm.queries.journal.counts("dropped") == {"rolled_back": 13}

@@ -144,7 +144,7 @@ async def test_a_repeated_request_and_a_kill(tmp_path: Path) -> None:
         await served.run.until(lambda: served.run.gateway.swarm.policy_version == 2)
         assert served.run.compute.learned == [0, 1], "the new worker learned both again"
         weights = served.run.compute.weights
-        journal = served.run.gateway.swarm.store.journal
+        journal = served.run.gateway.swarm.journal
         assert [(batch.job.recipe.name, batch.job.optimizer_of("policy").lr) for batch in journal.batches(0)][1] == (
             "sft",
             1e-3,
@@ -223,7 +223,7 @@ async def test_one_of_several_policies_learns(tmp_path: Path) -> None:
         with pytest.raises(InvalidRequest, match="name one of the policies of this run: planner, coder"):
             await swarm.sft([asked("a", "b")], progress=False)
         report = await swarm.sft([asked("a", "b")], policy="coder", lr=1e-2, progress=False)
-        [batch] = served.run.gateway.swarm.store.journal.batches(0)
+        [batch] = served.run.gateway.swarm.journal.batches(0)
         assert [batch.job.optimizer_of(name).lr for name in policies] == [JobConfig().optimizer.lr, 1e-2]
         assert report.steps[0].metrics["coder/forest/tokens"] > 0 == report.steps[0].metrics["planner/forest/tokens"]
         assert [

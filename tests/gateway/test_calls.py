@@ -227,8 +227,8 @@ async def test_calls_side_by_side_are_turns_and_lost_answers_are_none(tmp_path: 
         await first
         assert await refused(run, episode.id, text="later", fingerprint="third") == "turn_limit"
         await run.say(episode.id, fingerprint="first", retry=True)
-        turns = run.gateway.swarm.queries.calls(episode.id)
-        assert len(turns) == 3 and len(run.gateway.swarm.queries.orphans(episode.id)) == 2
+        turns = [call for call, *_ in run.gateway.swarm.queries.journal.calls(episode.id)]
+        assert len(turns) == 3 and len(run.gateway.swarm.queries.journal.orphans(episode.id)) == 2
 
 
 # ---- seeds -----------------------------------------------------------------------------------------------------------

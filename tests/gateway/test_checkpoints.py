@@ -249,7 +249,7 @@ async def test_only_what_this_server_wrote_or_loaded_counts(tmp_path: Path) -> N
         assert json.loads((Path(info.path) / "state.json").read_text())["policy_version"] == 4
         assert versions(run) == [3, 4]
         assert [path.name for path in run.gateway.store.unusable()] == ["unusable_000004"]
-        assert run.gateway.swarm.store.state.durable_version == 3
+        assert run.gateway.swarm.state.durable_version == 3
 
 
 async def test_an_older_one_that_was_not_verified_is_kept_until_enough_good_ones_are_there(tmp_path: Path) -> None:
@@ -353,7 +353,7 @@ async def test_some_transcripts_outlive_checkpoints_and_a_restart(tmp_path: Path
         await run.until(lambda: run.gateway.swarm.policy_version == 1)
         await run.batch()
     async with running(tmp_path / "d") as run:
-        await run.until(lambda: not run.gateway.swarm.store.unneeded())
+        await run.until(lambda: not run.gateway.swarm.unneeded())
         trees = [EpisodeTree.model_validate_json(await run.gateway.reader.episode(one)) for one in (failed.id, *ids)]
     assert [tree.kept for tree in trees] == ["journal", "journal", "gone", "gone", *["journal"] * 3]
     assert [bool(tree.calls) for tree in trees] == [tree.kept == "journal" for tree in trees]
@@ -366,7 +366,7 @@ async def test_the_event_loop_runs_between_two_slices_of_a_clean_up(
     monkeypatch.setattr(journal, "SLICE_ROWS", 1)
     rounds, pruned, searches = 0, [], []
     async with running(tmp_path / "d", job={"keep_checkpoints": 1}, server={"keep_transcripts": 0}) as run:
-        store = run.gateway.swarm.store
+        store = run.gateway.swarm
         await run.batch()
 
         async def count() -> None:

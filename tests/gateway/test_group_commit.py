@@ -68,9 +68,9 @@ async def test_many_changes_are_one_commit_and_on_disk_before_anybody_is_told(tm
 async def test_what_was_not_committed_is_not_on_disk(tmp_path: Path) -> None:
     async with running(tmp_path / "d") as run:
         run.gateway.swarm.begin(BeginRequest(task_id="t", mode="eval"))
-        assert run.gateway.swarm.store.file.has_uncommitted and on_disk(tmp_path / "d") == 0
+        assert run.gateway.swarm.file.has_uncommitted and on_disk(tmp_path / "d") == 0
         await run.gateway.commits.durable()
-        assert not run.gateway.swarm.store.file.has_uncommitted and on_disk(tmp_path / "d") == 1
+        assert not run.gateway.swarm.file.has_uncommitted and on_disk(tmp_path / "d") == 1
 
 
 async def test_one_that_fails_undoes_its_own_change_only(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ async def test_one_that_fails_undoes_its_own_change_only(tmp_path: Path) -> None
         await run.gateway.finish(first, FinishRequest(reward=1))
 
         async def fails() -> None:
-            with swarm.store.transaction():
+            with swarm.transaction():
                 swarm.begin(BeginRequest(task_id="undone", mode="eval"))
                 swarm.finish(first, FinishRequest(reward=2))
 
@@ -97,7 +97,7 @@ def breaking(run: Running, where: str, error: Exception) -> None:
         raise error
 
     if where == "the code":
-        run.gateway.swarm.store.commit = fails  # type: ignore[method-assign]
+        run.gateway.swarm.commit = fails  # type: ignore[method-assign]
     elif where == "the thread":
         run.gateway._journal.file.sync = fails  # type: ignore[method-assign]
     else:
@@ -128,7 +128,7 @@ async def test_whatever_fails_a_commit_refuses_all_who_wait(tmp_path: Path, wher
         for result in results:
             assert isinstance(result, Later) and (status_of(result), result.code) == (503, "journal_unavailable")
             assert "then restart the server" in result.message
-        assert run.gateway.swarm.store.file.refusal and not run.gateway.swarm.store.file.has_uncommitted
+        assert run.gateway.swarm.file.refusal and not run.gateway.swarm.file.has_uncommitted
     async with running(tmp_path / "d") as run:
         await run.gateway.finish(kept, FinishRequest(reward=1))
 
@@ -157,9 +157,7 @@ async def turns(number: int = 20) -> None:
 async def test_nobody_is_told_before_the_disk_has_it(tmp_path: Path) -> None:
     async with running(tmp_path / "d") as run:
         seen: list[str] = []
-        run.gateway.swarm.store.on_event = lambda event: (
-            event.kind == "episode" and seen.append(event.body["episode_id"])
-        )
+        run.gateway.swarm.on_event = lambda event: event.kind == "episode" and seen.append(event.body["episode_id"])
         await run.gateway.commits.durable()
         disk, request = SlowDisk(run), BeginRequest(task_id="a", mode="eval")
         first = asyncio.create_task(run.gateway.begin(request, idempotency_key="k"))
@@ -192,14 +190,14 @@ async def test_an_agent_that_leaves_while_the_disk_is_waited_for_heard_nothing(t
         await asyncio.gather(asking, return_exceptions=True)
         disk.lets.release(100)
         [call] = run.gateway.swarm.tree(episode.id, "").calls
-        assert run.gateway.swarm.queries.orphans(episode.id) == {call.id: "undelivered"}
+        assert run.gateway.swarm.queries.journal.orphans(episode.id) == {call.id: "undelivered"}
 
 
 async def test_a_disk_that_fails_a_sync_is_not_trusted_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with running(tmp_path / "d") as run:
         swarm, seen = run.gateway.swarm, []
         kept = await begin(run, "kept")
-        swarm.store.on_event = lambda event: seen.append(event)
+        swarm.on_event = lambda event: seen.append(event)
 
         def fails(file: int) -> None:
             raise OSError(5, "Input/output error")
@@ -216,7 +214,7 @@ async def test_a_disk_that_fails_a_sync_is_not_trusted_again(tmp_path: Path, mon
         )
         for result in results:
             assert isinstance(result, Later) and (status_of(result), result.code) == (503, "journal_unavailable")
-        assert not swarm.store.file.has_uncommitted and not seen
+        assert not swarm.file.has_uncommitted and not seen
     async with running(tmp_path / "d") as run:
         assert run.gateway.swarm.episode(kept).status == "live"
         await run.gateway.finish(kept, FinishRequest(reward=1))
@@ -227,7 +225,7 @@ async def test_a_disk_that_refuses_undoes_the_whole_group_and_all_are_told(tmp_p
     async with running(tmp_path / "d") as run:
         kept = await begin(run, "kept")
         db, seen = run.gateway._journal.file.db, []
-        run.gateway.swarm.store.on_event = lambda event: seen.append(event)
+        run.gateway.swarm.on_event = lambda event: seen.append(event)
         if write == "commit":
             with refused_commits(run.gateway._journal):
                 results = await asyncio.gather(*(begin(run, f"t{i}") for i in range(3)), return_exceptions=True)
@@ -235,7 +233,7 @@ async def test_a_disk_that_refuses_undoes_the_whole_group_and_all_are_told(tmp_p
 
             async def too_large() -> None:
                 db.execute(f"PRAGMA max_page_count = {db.execute('PRAGMA page_count').fetchone()[0]}")
-                run.gateway.swarm.store.emit("state", {"much": "x" * 1_000_000})
+                run.gateway.swarm.emit("state", {"much": "x" * 1_000_000})
 
             results = await asyncio.gather(begin(run, "t0"), too_large(), begin(run, "t1"), return_exceptions=True)
             db.execute("PRAGMA max_page_count = 1000000")
@@ -276,7 +274,7 @@ async def test_a_batch_is_recorded_in_slices_by_one_commit(
     monkeypatch.setattr("agentjet.swarm.batches.MEMBERS_A_SLICE", 2)
     async with running(tmp_path / "d", job={"batch_size": 2, "group_size": 4, "checkpoint_every": 0}) as run:
         swarm, other = run.gateway.swarm, await begin(run, "other")
-        put, found = swarm.store.put, list[tuple[int, int]]()
+        put, found = swarm.put, list[tuple[int, int]]()
 
         def watched(episode: EpisodeRecord) -> None:
             if episode.trained_in is not None:
@@ -292,7 +290,7 @@ async def test_a_batch_is_recorded_in_slices_by_one_commit(
                     assert failure == "a slice" or "between" in swarm.episode(other).noted
             put(episode)
 
-        monkeypatch.setattr(swarm.store, "put", watched)
+        monkeypatch.setattr(swarm, "put", watched)
         await run.fill_batch()
         await run.until(lambda: trained(tmp_path / "d") == (1, 8))
         assert set(found) == {(0, 0)} and len(found) == (6 + 8 if failure == "a slice" else 8)
@@ -337,7 +335,7 @@ async def test_a_slice_that_fails_refuses_the_other_changes_and_all_can_be_repea
         for _ in range(4):
             run.clock.now += 0.6 * swarm.job.lease_seconds
             await run.gateway.heartbeat(other.id)
-        real, left = swarm._endings.leave, list[Group]()
+        real, left = swarm.group_rules.leave, list[Group]()
 
         def leave(group: Group, now: float) -> None:
             left.append(group)
@@ -345,7 +343,7 @@ async def test_a_slice_that_fails_refuses_the_other_changes_and_all_can_be_repea
                 raise MemoryError("bug")
             real(group, now)
 
-        monkeypatch.setattr(swarm._endings, "leave", leave)
+        monkeypatch.setattr(swarm.group_rules, "leave", leave)
 
         async def close() -> int:
             return await run.gateway.close_groups(CloseGroupsRequest(groups=names), idempotency_key="c")
@@ -356,7 +354,7 @@ async def test_a_slice_that_fails_refuses_the_other_changes_and_all_can_be_repea
         failed, refused = await asyncio.gather(close(), finish(), return_exceptions=True)
         assert isinstance(failed, MemoryError) and isinstance(refused, Later)
         assert "Another change in the same commit failed (MemoryError('bug'))" in refused.message
-        assert not swarm.store.file.refusal, "the disk works"
+        assert not swarm.file.refusal, "the disk works"
         run.clock.now += refused.retry_after
         assert await asyncio.gather(close(), finish()) == [0, "finished"]
         assert len(left) == num_done + 3, "both groups are closed by the repetition"
@@ -405,7 +403,7 @@ async def test_training_goes_on_after_an_undone_begin_held_it(tmp_path: Path, mo
         monkeypatch.setattr("agentjet.front.concurrency.SLICE_SECONDS", 0.0)
         failing = asyncio.create_task(run.gateway.commits.in_slices(slices()))
         pinned = asyncio.create_task(run.gateway.begin(BeginRequest(task_id="e", mode="eval", at_version=0)))
-        await run.until(lambda: swarm.store.num_pinned() == 1)
+        await run.until(lambda: swarm.num_pinned() == 1)
         disk.lets.release(100)
         results = await asyncio.gather(failing, pinned, return_exceptions=True)
         assert [type(result) for result in results] == [KeyError, Unavailable]
@@ -420,14 +418,14 @@ async def test_calls_are_read_in_a_thread_only_after_they_are_committed(
         episode, read_trees = await run.gateway.begin(BeginRequest(task_id="t")), swarm.read_trees
 
         def watched(episode_id: str) -> dict[str, ConversationTree]:
-            seen.append(swarm.store.file.has_uncommitted)
+            seen.append(swarm.file.has_uncommitted)
             return read_trees(episode_id)
 
         monkeypatch.setattr(swarm, "read_trees", watched)
         with run.gateway.commits._held():
             asking = asyncio.create_task(run.say(episode.id))
             await run.until(lambda: swarm.episode(episode.id).num_calls == 1)
-            swarm.store.trees.clear()  # As after another change of this episode was undone.
+            swarm.trees.clear()  # As after another change of this episode was undone.
             reading = asyncio.create_task(run.gateway.calls.read(episode.id))
             await asyncio.wait([reading], timeout=0.2)  # Time for a thread that does not wait.
         call, _ = await asyncio.gather(asking, reading)

@@ -106,7 +106,7 @@ async def test_the_journal_is_pruned_again_after_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with running(tmp_path / "d") as run:
-        store, real, tries = run.gateway.swarm.store, run.gateway.swarm.store.unneeded, 0
+        store, real, tries = run.gateway.swarm, run.gateway.swarm.unneeded, 0
         await run.until(lambda: not store.is_prune_due)
 
         def failing() -> list[Slice]:
@@ -164,7 +164,7 @@ async def reading(run: Running) -> tuple[str, AsyncGenerator[CallChunk]]:
 
 
 def lost(run: Running, episode_id: str) -> list[str]:
-    return list(run.gateway.swarm.queries.orphans(episode_id).values())
+    return list(run.gateway.swarm.queries.journal.orphans(episode_id).values())
 
 
 async def test_a_slow_reader_lives_and_a_stalled_one_does_not(tmp_path: Path) -> None:

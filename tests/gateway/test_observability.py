@@ -189,13 +189,13 @@ def burn(seconds: float) -> None:
 async def test_a_run_shows_its_lag_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with running(tmp_path / "d") as run:
         gateway = run.gateway
-        real = gateway.swarm.store.journal.outcomes
+        real = gateway.swarm.journal.outcomes
 
         def slow() -> dict[str, int]:
             burn(0.3)
             return real()
 
-        monkeypatch.setattr(gateway.swarm.store.journal, "outcomes", slow)
+        monkeypatch.setattr(gateway.swarm.journal, "outcomes", slow)
         gateway.status()
         monkeypatch.undo()
         await run.until(lambda: (worst := gateway.telemetry.lag.recent()) is not None and worst.cpu >= 0.3)

@@ -40,7 +40,7 @@ async def test_the_journal_has_the_operations_of_each_batch(tmp_path: Path) -> N
         run.compute.num_steps = 2
         await run.batch()
         kinds = ["forward_backward", "optim_step"] * 3
-        assert run.gateway.swarm.store.journal.operations("policy") == [
+        assert run.gateway.swarm.journal.operations("policy") == [
             *zip(range(6), kinds, [0, 0, 1, 1, 1, 1], strict=True)
         ]
         assert run.compute.applied == list(range(6))
@@ -57,7 +57,7 @@ async def test_a_worker_that_dies_between_gradient_and_update_is_replaced(tmp_pa
         await run.batch()
         assert (run.compute.starts, run.compute.learned) == (2, [0, 1])
         assert run.compute.weights == expected
-        assert len(run.gateway.swarm.store.journal.operations("policy")) == 4 * num_steps
+        assert len(run.gateway.swarm.journal.operations("policy")) == 4 * num_steps
 
 
 async def test_the_operations_after_a_checkpoint_continue_its_numbers(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ async def test_a_replay_that_leads_to_other_weights_says_so(tmp_path: Path) -> N
     policies = {"planner": {}, "coder": {}}
     async with running(tmp_path / "d", policies=policies) as run:
         await run.batch()
-        known = run.gateway.swarm.store.journal.fingerprints(0)
+        known = run.gateway.swarm.journal.fingerprints(0)
         assert known.keys() == policies.keys() and known["planner"] != 0
         run.compute.die()
         await run.until(lambda: run.compute.starts == 2 and run.gateway.phase.state == "sampling")
@@ -144,5 +144,5 @@ async def test_a_replay_that_leads_to_other_weights_says_so(tmp_path: Path) -> N
         await run.until(lambda: run.compute.starts == 3 and run.gateway.phase.state == "sampling")
         reported = run.gateway.status().replay_difference
         assert "batch 0 was learned again" in reported and "other weights of planner, coder" in reported
-        assert run.gateway.swarm.store.journal.fingerprints(0) == known
+        assert run.gateway.swarm.journal.fingerprints(0) == known
         assert not any("fingerprint" in name for name in run.gateway.swarm.last_step)

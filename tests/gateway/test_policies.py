@@ -53,7 +53,7 @@ async def test_a_batch_is_learned_by_each_policy(tmp_path: Path) -> None:
         assert (status.run, status.policies, status.model) == ("default", ("planner", "coder"), "")
         await run.batch()
         for name in TEAM:
-            recorded = run.gateway.swarm.store.journal.operations(name)
+            recorded = run.gateway.swarm.journal.operations(name)
             assert recorded == [(0, "forward_backward", 0), (1, "optim_step", 0)]
         assert run.compute.policies[PLANNER].version == run.compute.policies[CODER].version == 1
         step = run.gateway.swarm.last_step
@@ -88,7 +88,7 @@ async def test_a_worker_that_dies_between_two_policies_is_replaced(tmp_path: Pat
         assert run.gateway.status().workers_started == 2
         await run.batch()
         assert (weights(run), run.gateway.status().episodes["trained"]) == (expected, 12)
-        assert len(run.gateway.swarm.store.journal.operations("coder")) == 6
+        assert len(run.gateway.swarm.journal.operations("coder")) == 6
 
 
 async def test_one_damaged_policy_makes_a_checkpoint_unusable(tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ def test_recipes_of_tokens_have_a_note(world: World, recipe: str, monkeypatch: p
     world.swarm.batches.compose()
     made = make_recipe(recipe if recipe != "distill" else {"name": "distill", "teacher": "somewhere"})
     job = world.swarm.job.model_copy(update={"recipe": made})
-    monkeypatch.setattr(world.journal, "stored_batch", lambda _: lambda: replace(world.swarm.store.pending, job=job))
+    monkeypatch.setattr(world.journal, "stored_batch", lambda _: lambda: replace(world.swarm.pending, job=job))
     found = found_in(world, 0)
     assert (found.of, found.note) == ({}, f"{recipe} computes advantages from tokens or calls, next to the weights")
 

@@ -177,7 +177,7 @@ async def test_pages_of_many_streams_leave_rounds_of_the_loop_to_others(tmp_path
     """Sockets that take each page at once would let a stream run without a pause."""
     async with running(tmp_path / "d") as run:
         for number in range(4 * ticks.PAGE):
-            run.gateway.swarm.store.emit("notice", {"number": number})
+            run.gateway.swarm.emit("notice", {"number": number})
         await run.until(lambda: run.gateway.last_event >= 4 * ticks.PAGE)
         sent = 0
         rounds: list[int] = []

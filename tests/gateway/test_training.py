@@ -71,7 +71,7 @@ async def test_the_limit_that_cut_the_answers_is_known(
     card = replace(make_model_info(tmp_path / "tokenizer"), context_length=100)
     async with running(tmp_path / "d", saying(lambda prompt: "no end " * 100), card=card) as run:
         await run.batch(**asked)
-        step = run.gateway.swarm.store.last_step
+        step = run.gateway.swarm.last_step
         assert step["completion/truncated"] == 1.0
         assert cutting_limit([step], run.gateway.swarm.job) == (limit, is_chosen)
 
@@ -319,7 +319,7 @@ async def test_a_batch_whose_end_was_undone_is_given_up_by_the_next_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running(tmp_path / "d") as run:
-        batches, store, crashes = run.gateway.swarm.batches, run.gateway.swarm.store, run.compute
+        batches, store, crashes = run.gateway.swarm.batches, run.gateway.swarm, run.compute
         set_aside, given_up = batches.quarantine, list[int]()
 
         def undone_once(batch: Batch, reason: str) -> None:

@@ -101,7 +101,7 @@ async def test_a_restart_reports_the_same_without_what_a_checkpoint_released(tmp
         assert run.gateway.status().zero_variance is not None, "at the start"
         queries = run.gateway.swarm.queries
         members = [one.id for one in recent_episodes(run.gateway.swarm, 4)]
-        await run.until(lambda: not any(map(queries.calls, members)))  # The start deletes them.
+        await run.until(lambda: not any(map(queries.journal.call_facts, members)))  # The start deletes them.
     async with running(tmp_path / "d", **kept_nothing) as run:
         after = run.gateway.status().zero_variance
     assert before is not None and before.prompt and after is not None
@@ -126,9 +126,9 @@ async def test_the_status_reads_no_rows_of_episodes_in_the_event_loop(
             await equal_batch(run)
         await run.gateway.current_status()
         statements: list[str] = []
-        run.gateway.swarm.store.file.db.set_trace_callback(statements.append)
+        run.gateway.swarm.file.db.set_trace_callback(statements.append)
         found = [run.gateway.status().zero_variance for _ in range(2)]
-        run.gateway.swarm.store.file.db.set_trace_callback(None)
+        run.gateway.swarm.file.db.set_trace_callback(None)
         assert threading.main_thread() not in decoding and len(decoding) == 3, "once for each batch"
         is_small = [
             any(f"FROM {name}" in statement for name in ("meta", "counts", "code_versions")) for statement in statements

@@ -89,7 +89,7 @@ async def test_a_full_disk_is_told_once_and_over_when_it_takes_a_write(
         assert (ready.status_code, ready.json()) == (503, {"ready": False, "state": "sampling"})
         assert [record.levelname for record in caplog.records if path in record.message] == ["ERROR"]
         journal.file.db = database
-        await served.run.until(lambda: not served.run.gateway.swarm.store.file.refusal)  # by itself: nothing is asked
+        await served.run.until(lambda: not served.run.gateway.swarm.file.refusal)  # by itself: nothing is asked
         assert (await served.http.get("/readyz")).status_code == 200
         assert (await served.http.get("/swarm/v1/status")).json()["waiting_for"].startswith("clients")
         assert [record.levelname for record in caplog.records if path in record.message] == ["ERROR", "WARNING"]

@@ -343,7 +343,7 @@ def test_checkpoints_only_move_forward(world: World) -> None:
     advance(world, steps=2)
     world.swarm.batches.checkpointed(2)
     world.swarm.batches.checkpointed(1)
-    assert world.swarm.store.state.durable_version == 2
+    assert world.swarm.state.durable_version == 2
 
 
 def test_an_empty_journal_starts_at_the_checkpoint(world: World) -> None:
@@ -378,7 +378,7 @@ def test_what_nobody_heard_is_counted_and_not_trained(make_world: Make) -> None:
     silent = world.call(bad, 9)
     world.call(bad, 5)
     world.swarm.undelivered(bad.id, [silent.id])
-    assert world.swarm.queries.orphans(good.id) == {lost.id: "retry"}
+    assert world.swarm.queries.journal.orphans(good.id) == {lost.id: "retry"}
     world.reopen()
     world.finish(good, 1.0)
     world.finish(bad, 0.0)

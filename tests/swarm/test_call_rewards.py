@@ -71,7 +71,7 @@ def test_wrong_or_missing_rewards_of_calls_are_refused(
 def test_a_repeated_finish_does_not_resolve_turns_again(make_world: Make) -> None:
     world = make_world(batch_size=1, recipe="mars")
     episode, (first, second) = two_turns(world)
-    world.swarm.store.undelivered_calls = lambda _: [second]  # The answer is in flight at the end.
+    world.swarm.undelivered_calls = lambda _: [second]  # The answer is in flight at the end.
     done = world.finish(episode, 1.0, by_turn={"": [0.25, 0.75]})
     assert done.call_rewards == {first: 0.25, second: 0.75}
     assert world.finish(episode, 1.0, by_turn={"": [0.25, 0.75]}) == done

@@ -40,7 +40,7 @@ class Picky(Grpo):
 def deferring(make_world: Make) -> Make:
     def make(drops: str = "", **job: Any) -> World:
         world = make_world(recipe={"name": NAME, "drops": drops}, **job)
-        world.swarm.store.defers_hooks = True
+        world.swarm.defers_hooks = True
         return world
 
     return make
@@ -48,7 +48,7 @@ def deferring(make_world: Make) -> Make:
 
 def reopen(world: World) -> None:
     world.reopen()
-    world.swarm.store.defers_hooks = True
+    world.swarm.defers_hooks = True
 
 
 def question(world: World, group: str, **request: Any) -> RolloutQuestion:

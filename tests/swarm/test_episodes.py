@@ -144,7 +144,7 @@ def test_only_calls_end_the_silence_of_an_episode(world: World) -> None:
         ) in queries.waiting_for()
     world.reopen()
     world.now += 7
-    assert {world.swarm.queries.silence(live).seconds for live in world.swarm.store.live()} == {7.0}
+    assert {world.swarm.queries.silence(live).seconds for live in world.swarm.live()} == {7.0}
 
 
 def test_running_evaluations_are_named_while_no_training_episode_is_begun(world: World) -> None:
@@ -240,8 +240,8 @@ def test_clients_are_shown_with_when_they_were_last_seen(world: World) -> None:
 
 def test_events_go_out_after_they_are_on_disk_and_in_order(world: World) -> None:
     heard: list[int] = []
-    world.swarm.store.on_event = lambda event: heard.append(event.seq)
-    with world.swarm.store.transaction():
+    world.swarm.on_event = lambda event: heard.append(event.seq)
+    with world.swarm.transaction():
         episode = world.begin()
         world.finish(episode, 1.0)
         assert heard == []

@@ -107,9 +107,9 @@ def test_a_full_disk_is_said_and_nothing_is_half_done(world: World) -> None:
         world.swarm.episode(live.id),
     )
     heard: list[str] = []
-    world.swarm.store.on_event = lambda event: heard.append(event.kind)
+    world.swarm.on_event = lambda event: heard.append(event.kind)
     fill_disk(world)
-    with pytest.raises(Later) as refused, world.swarm.store.transaction():
+    with pytest.raises(Later) as refused, world.swarm.transaction():
         world.finish(finished, 1.0)
         world.call(live, *range(20_000))
     assert (status_of(refused.value), refused.value.code) == (503, "journal_unavailable")
@@ -146,7 +146,7 @@ def test_a_data_dir_that_cannot_be_written_to_is_a_config_error(
 
 
 def test_an_error_inside_a_transaction_undoes_all_of_it(world: World) -> None:
-    with pytest.raises(ZeroDivisionError), world.swarm.store.transaction():
+    with pytest.raises(ZeroDivisionError), world.swarm.transaction():
         world.begin()
         raise ZeroDivisionError
     assert world.journal.outcomes()["live"] == 0 == len(world.journal.events())
@@ -171,8 +171,8 @@ def test_a_server_that_only_evaluates_keeps_what_the_rule_says(world: World, mon
     world.swarm.record_evaluation(EvaluationRequest(policy_version=0, score=0.5, num_tasks=1, num_episodes=1))
     for number in range(20):
         episodes.append(world.begin(mode="eval", key=str(number)))
-        if world.swarm.store.is_prune_due:
-            world.swarm.store.is_prune_due = False
+        if world.swarm.is_prune_due:
+            world.swarm.is_prune_due = False
             world.prune()
         world.call(episodes[-1], 7)
         world.finish(episodes[-1], 1.0)

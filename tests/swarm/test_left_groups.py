@@ -74,7 +74,7 @@ def test_a_left_group_closes_with_its_last_live_member(
         world.finish(member, float(number))
     world.call(members[-1], 7)
     events: list[tuple[str, str]] = []
-    world.swarm.store.on_event = lambda event: (
+    world.swarm.on_event = lambda event: (
         events.append((event.body["state"], event.body["reason"])) if event.kind == "group" else None
     )
     if ends == "aborted before":
@@ -113,15 +113,15 @@ def test_a_left_group_takes_no_member_and_survives_a_restart(make_world: Make) -
     assert second.group_id != first.group_id
     world.reopen()
     world.finish(first, 1.0)
-    assert world.swarm.store.groups[1].state == "complete"
-    assert world.swarm.store.groups[2].state == "open"
+    assert world.swarm.groups[1].state == "complete"
+    assert world.swarm.groups[2].state == "open"
 
 
 def test_only_the_groups_of_the_client_are_closed_and_unknown_ones_are_no_error(make_world: Make) -> None:
     world = make_world(group_size=3, recipe="rft")
     world.begin(client_id="other")
     assert leave(world, "g", "never begun") == 0
-    assert [group.is_left for group in world.swarm.store.groups.values()] == [False]
+    assert [group.is_left for group in world.swarm.groups.values()] == [False]
 
 
 def test_groups_that_are_not_needed_are_dropped_as_surplus(make_world: Make) -> None:
@@ -131,4 +131,4 @@ def test_groups_that_are_not_needed_are_dropped_as_surplus(make_world: Make) -> 
     assert leave(world, "g", not_needed=True) == 0
     assert world.swarm.episode(first.id).dropped == "surplus"
     assert world.swarm.episode(second.id).not_needed
-    assert not world.swarm.store.groups
+    assert not world.swarm.groups

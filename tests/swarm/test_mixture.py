@@ -147,13 +147,13 @@ def test_a_batch_that_is_set_aside_takes_nothing_with_it(make_world: Make) -> No
     world = make_world(batch_size=1, task_weights={"a": 2.0, "b": 1.0})
     fleet = Fleet(world, {"a": 1, "b": 1})
     fleet.run(1)
-    owed = dict(world.swarm.store.carry)
+    owed = dict(world.swarm.carry)
     while not world.swarm.batches.ready():
         fleet.work()
     batch = world.swarm.batches.compose()
-    assert world.swarm.store.carry == batch.carry != owed
+    assert world.swarm.carry == batch.carry != owed
     world.swarm.batches.quarantine(batch, "it kills workers")
-    assert world.swarm.store.carry == owed == world.reopen().store.carry
+    assert world.swarm.carry == owed == world.reopen().carry
 
 
 def test_a_set_that_left_holds_nobody_up_and_is_owed_nothing(make_world: Make) -> None:

@@ -214,7 +214,7 @@ def test_a_client_alone_gets_every_place_at_once(
         market = Market(world, [Simulated("alone", polls, duration)], seed)
         for _ in range(30):
             market.ask(market.clients[0])
-            assert len(world.swarm.queries.groups) == world.swarm.store.num_places
+            assert len(world.swarm.queries.groups) == world.swarm.num_places
             market.step()
         assert world.swarm.queries.places_left >= 0
         world.close()
@@ -272,7 +272,7 @@ def test_lent_places_make_no_token_too_old(
 ) -> None:
     """Twice as many groups as there are places are complete: those above the limit of age are dropped and counted."""
     world = make_world(batch_size=2, max_staleness=staleness, **ONE_EACH)
-    num_places = world.swarm.store.num_places
+    num_places = world.swarm.num_places
     late = opens(world, "late", *"abcd"[:num_places])
     wait(world, LEASE, *late)
     begun = opens(world, "other", *"abcd")

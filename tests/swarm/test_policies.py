@@ -83,7 +83,7 @@ def test_an_episode_is_one_fact_for_all_its_policies(world: World) -> None:
     for one in (episode, other):
         for policy in NAMES:
             world.call(one, 7, 8, role=policy)
-    with pytest.raises(ZeroDivisionError), world.swarm.store.transaction():
+    with pytest.raises(ZeroDivisionError), world.swarm.transaction():
         world.finish(episode, 0.5, by_role={"planner": 1.0, "coder": 0.0})
         raise ZeroDivisionError
     assert world.reopen().episode(episode.id).status == "live"

@@ -51,12 +51,12 @@ def test_a_viewer_reads_all_of_it(tmp_path: Path) -> None:
         assert len(episodes) == 18 == len({episode.id for episode in episodes})
         for episode in episodes:
             assert episode.reward_text == ""
-            assert [call.role for call in queries.calls(episode.id)] == ["", "", "judge"]
-            assert sorted(load_trees(journal, episode.id)) == ["", "judge"] and not queries.orphans(episode.id)
+            assert [call.role for call, *_ in queries.journal.calls(episode.id)] == ["", "", "judge"]
+            assert sorted(load_trees(journal, episode.id)) == ["", "judge"] and not queries.journal.orphans(episode.id)
 
 
 def test_the_pending_batch_is_learned_and_the_open_group_completed(swarm: SwarmState) -> None:
-    pending, [live] = swarm.pending, swarm.store.live()
+    pending, [live] = swarm.pending, swarm.live()
     assert pending is not None and pending.id == 3
     [trained] = swarm.batches.training_batches(pending).values()
     assert trained.facts.call_rewards.tolist() == [*TURNS[""], *TURNS["judge"]] * 4
@@ -64,7 +64,7 @@ def test_the_pending_batch_is_learned_and_the_open_group_completed(swarm: SwarmS
     request = FinishRequest(reward=0.0, by_turn=TURNS, text="expected 30")
     done = swarm.finish(live.id, request)
     assert swarm.finish(live.id, request) == done and done.reward_text == "expected 30"
-    calls = {call.id: call for call in swarm.queries.calls(live.id)}
+    calls = {call.id: call for call, *_ in swarm.queries.journal.calls(live.id)}
     assert [(calls[call].role, reward) for call, reward in done.call_rewards.items()] == [
         ("", 1.0),
         ("", 0.5),
@@ -80,10 +80,10 @@ def test_batches_since_the_checkpoint_are_replayed(swarm: SwarmState) -> None:
 
 
 def test_its_retention_goes_on(swarm: SwarmState, journal: Journal) -> None:
-    swarm.store.transcript_bytes = 10**6
+    swarm.transcript_bytes = 10**6
     swarm.batches.checkpointed(2)
-    for rows in swarm.store.unneeded():
-        swarm.store.prune(rows)
+    for rows in swarm.unneeded():
+        swarm.prune(rows)
     with_calls = {row[0] for row in journal.file.db.execute("SELECT DISTINCT episode_id FROM calls")}
     needed = {e for batch in swarm.batches.from_version(2) for e in batch.episode_ids}
     kept = {row[0] for row in journal.file.db.execute("SELECT episode_id FROM transcripts")}

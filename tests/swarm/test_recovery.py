@@ -249,8 +249,8 @@ class History:
 
     def checkpoint(self, back: int) -> None:
         self.world.swarm.batches.checkpointed(max(0, self.world.swarm.policy_version - back))
-        for rows in self.world.swarm.store.unneeded()[: back + 1]:  # The server may stop between two slices.
-            self.world.swarm.store.prune(rows)
+        for rows in self.world.swarm.unneeded()[: back + 1]:  # The server may stop between two slices.
+            self.world.swarm.prune(rows)
 
     def restart(self) -> None:
         before = self.state()
@@ -262,7 +262,7 @@ class History:
     def fail(self, pick: int, reward: float, group: str) -> None:
         """Changes of all kinds in a transaction that fails leave nothing behind."""
         before = self.state()
-        with pytest.raises(ZeroDivisionError), self.world.swarm.store.transaction():
+        with pytest.raises(ZeroDivisionError), self.world.swarm.transaction():
             for change in (
                 lambda: self.world.begin(group),
                 lambda: self.world.call(self.begun[-1], 7),
@@ -284,7 +284,7 @@ class History:
             "version": swarm.policy_version,
             "counts": swarm.queries.journal.outcomes(),
             "last_step": swarm.last_step,
-            "carry": swarm.store.carry,
+            "carry": swarm.carry,
             "code_versions": list(swarm.queries.journal.code_versions().items()),
             "task_sets": swarm.queries.mixture.shares(),
             "events": swarm.queries.journal.events(),
@@ -295,14 +295,14 @@ class History:
         """The bytes of every batch that may still be learned or replayed."""
         swarm = self.world.swarm
         try:
-            batches = swarm.batches.from_version(max(swarm.store.state.durable_version, swarm.policy_version - 2))
+            batches = swarm.batches.from_version(max(swarm.state.durable_version, swarm.policy_version - 2))
         except CheckpointError:
             raise AssertionError("batches above the durable version can always be replayed") from None
         return [(batch, body_digest(self.world.training(batch))) for batch in batches]
 
     def check_books(self) -> None:
         swarm, job = self.world.swarm, self.world.job
-        stored, live = Store(self.world.journal, lambda: 0.0), swarm.store
+        stored, live = Store(self.world.journal, lambda: 0.0), swarm
         for name in ("state", "episodes", "groups", "settings", "pending", "steps"):
             assert getattr(stored, name) == getattr(live, name), name
         for name in ("episodes", "groups", "steps"):

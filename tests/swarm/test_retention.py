@@ -55,7 +55,7 @@ def test_a_slice_is_bounded_by_rows_and_by_bytes(
         world.abort(world.begin("keys", key=str(key)))
     world.now += 2 * journal.IDEMPOTENCY_SECONDS
     sizes = dict(world.journal.file.db.execute("SELECT seq, LENGTH(CAST(body AS BLOB)) FROM calls"))
-    slices = world.swarm.store.unneeded()
+    slices = world.swarm.unneeded()
     calls = [rows for rows in slices if rows.table == "calls"]
     assert {seq for rows in calls for (seq,) in rows.keys} == set(sizes), "all of them, once"
     for rows in slices:
@@ -75,7 +75,7 @@ def test_deleted_pages_are_not_overwritten(world: World) -> None:
 
 def interrupted(world: World) -> list[Slice]:
     """The slices of a clean-up, one call a slice."""
-    slices = world.swarm.store.unneeded()
+    slices = world.swarm.unneeded()
     assert sum(rows.table == "calls" for rows in slices) == 12
     return slices
 
@@ -101,7 +101,7 @@ def test_the_run_goes_on_between_two_slices(world: World) -> None:
     for number, rows in enumerate(interrupted(world)):
         if number < len(between):
             between[number]()
-        world.swarm.store.prune(rows)
+        world.swarm.prune(rows)
     assert with_calls(world).isdisjoint(members)
     [batch] = world.swarm.batches.from_version(1)
     assert world.forest(batch).num_targets == 8, "the next batch has its calls"
@@ -115,25 +115,25 @@ def test_a_crash_between_two_slices_is_mended_the_next_time(make_world: Make, nu
     slices = interrupted(world)
     first = next(number for number, rows in enumerate(slices) if rows.table == "calls")
     for rows in slices[: first + num_done]:
-        world.swarm.store.prune(rows)
+        world.swarm.prune(rows)
     world.reopen()
-    left = [len(world.swarm.queries.calls(member)) for member in members]
+    left = [len(world.swarm.queries.journal.calls(member)) for member in members]
     assert sum(left) == 12 - num_done
     for member in members:  # A tree whose call lacks its parent cannot be built.
         trees = load_trees(world.swarm.queries.journal, member)
-        assert sum(len(tree.calls) for tree in trees.values()) == len(world.swarm.queries.calls(member))
+        assert sum(len(tree.calls) for tree in trees.values()) == len(world.swarm.queries.journal.calls(member))
     world.prune()
-    assert not with_calls(world) and not world.swarm.store.unneeded()
+    assert not with_calls(world) and not world.swarm.unneeded()
 
 
 @pytest.mark.usefixtures("one_row_a_slice")
 def test_transcripts_go_before_their_calls(make_world: Make) -> None:
     """A transcript without some of its calls would be shown as whole."""
     world = make_world()
-    world.swarm.store.transcript_bytes = 10**6
+    world.swarm.transcript_bytes = 10**6
     learned(world)
-    world.swarm.store.transcript_bytes = 0
-    tables = [rows.table for rows in world.swarm.store.unneeded()]
+    world.swarm.transcript_bytes = 0
+    tables = [rows.table for rows in world.swarm.unneeded()]
     num_transcripts = tables.count("transcripts")
     assert num_transcripts and tables[:num_transcripts] == ["transcripts"] * num_transcripts
 
@@ -142,11 +142,11 @@ def test_transcripts_go_before_their_calls(make_world: Make) -> None:
 def test_a_rollback_between_two_slices(world: World) -> None:
     members = learned(world)
     learned(world)
-    slices = world.swarm.store.unneeded()
-    world.swarm.store.prune(slices[0])
+    slices = world.swarm.unneeded()
+    world.swarm.prune(slices[0])
     world.swarm.batches.roll_back(1, CheckpointStamp(3, "d"))
     for rows in slices[1:]:
-        world.swarm.store.prune(rows)
+        world.swarm.prune(rows)
     world.prune()
     assert not with_calls(world) and all(world.swarm.episode(member).trained_in == 0 for member in members)
 
@@ -154,9 +154,9 @@ def test_a_rollback_between_two_slices(world: World) -> None:
 def test_a_slice_that_the_disk_refuses_changes_nothing(world: World) -> None:
     learned(world)
     before = with_calls(world)
-    rows = next(rows for rows in world.swarm.store.unneeded() if rows.table == "calls")
-    with pytest.raises(ZeroDivisionError), world.swarm.store.transaction():
-        world.swarm.store.prune(rows)
+    rows = next(rows for rows in world.swarm.unneeded() if rows.table == "calls")
+    with pytest.raises(ZeroDivisionError), world.swarm.transaction():
+        world.swarm.prune(rows)
         raise ZeroDivisionError
     assert with_calls(world) == before
     with closing(sqlite3.connect(world.path)) as db:

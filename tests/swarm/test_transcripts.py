@@ -20,7 +20,7 @@ from tests.swarm.world import World
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[World]:
     world = World(tmp_path, batch_size=3)
-    world.swarm.store.transcript_bytes = 10**6
+    world.swarm.transcript_bytes = 10**6
     yield world
     world.close()
 
@@ -65,15 +65,15 @@ def test_the_newest_of_each_reason_and_of_each_task(world: World, monkeypatch: p
 def test_the_oldest_go_first_and_a_large_one_before_them(world: World) -> None:
     episodes = [failed(world, f"reason {i}") for i in range(9)]
     sizes = dict(world.journal.file.db.execute("SELECT episode_id, num_bytes FROM transcripts"))
-    world.swarm.store.transcript_bytes = sum(sizes[episode] for episode in episodes[-6:])
+    world.swarm.transcript_bytes = sum(sizes[episode] for episode in episodes[-6:])
     large = failed(world, "large", *[7] * sizes[episodes[0]] * 4)
     assert kept(world) == episodes[-6:] and large not in kept(world)
-    world.swarm.store.transcript_bytes = 0
+    world.swarm.transcript_bytes = 0
     assert kept(world) == []
 
 
 def test_calls_of_replays_and_of_live_episodes_stay(world: World) -> None:
-    world.swarm.store.transcript_bytes = 0
+    world.swarm.transcript_bytes = 0
     learned(world, (0.0, 1.0), (0.0, 1.0), (0.0, 1.0))
     waiting = world.play("w", 0.0, 1.0)
     live = world.begin()

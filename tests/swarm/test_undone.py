@@ -36,7 +36,7 @@ def opens(world: World) -> Iterator[None]:
     with pytest.raises(Later):
         for number in range(9):
             world.begin(f"{number}", client_id="other")
-    world.abort(next(e for e in world.swarm.store.live() if e.client_id == "other"))
+    world.abort(next(e for e in world.swarm.live() if e.client_id == "other"))
     world.swarm.places.refused(BeginRequest(task_id="t", client_id="a"))
     yield
     world.begin("new", client_id="a")
@@ -169,7 +169,7 @@ SIGNS_OF_LIFE = {"_last_seen", "_last_active", "_active"}
 """Times that may be newer."""
 NOT_COMPARED = {
     *{"clients", "_ends"},  # Clients that were seen.
-    *{"_outbox", "_committed", "_changed", "_restores"},  # Of the commit.
+    *{"_outbox", "_committed", "_changed", "restores"},  # Of the commit.
     *{"is_prune_due", "is_undone", "_is_moved"},  # Ask for another look.
     "trees",  # A cache: see `conversations`.
 }
@@ -179,20 +179,20 @@ def memory(world: World) -> dict[str, Any]:
     """Everything that the objects of a run keep, by name."""
     swarm = world.swarm
     kept: dict[str, Any] = {}
-    for part in (swarm.store, swarm._leases, swarm.places, swarm._mixture, swarm.batches, swarm.queries):
+    for part in (swarm, swarm.leases, swarm.places, swarm.mixture, swarm.batches, swarm.queries):
         for name, value in vars(part).items():
             if name in NOT_COMPARED or not isinstance(value, dict | set | frozenset | list | int | float | str | State):
                 continue
             in_order = list(value.items()) if isinstance(value, dict) else value
             key = f"{type(part).__name__}.{name}"
             kept[key] = sorted(value) if name in SIGNS_OF_LIFE else copy.deepcopy(in_order)
-    pending, settings = swarm.pending, swarm.store.settings
+    pending, settings = swarm.pending, swarm.settings
     return {**kept, "pending": pending, "settings": settings, "conversations": conversations(world)}
 
 
 def conversations(world: World) -> dict[str, list[str]]:
     """The calls of each live episode, as the next call would find them."""
-    return {e.id: [call.id for call in world.swarm.tree(e.id, "").calls] for e in world.swarm.store.live()}
+    return {e.id: [call.id for call in world.swarm.tree(e.id, "").calls] for e in world.swarm.live()}
 
 
 def rows(world: World) -> list[str]:
@@ -203,7 +203,7 @@ def rows(world: World) -> list[str]:
 @pytest.mark.parametrize(("change", "job"), CHANGES, ids=lambda one: getattr(one, "__name__", ""))
 def test_an_undone_change_leaves_no_trace(make_world: Make, change: Change, job: dict[str, Any], way: str) -> None:
     world = make_world(**job)
-    store, steps = world.swarm.store, change(world)
+    store, steps = world.swarm, change(world)
     next(steps)
     world.now += 1
     store.defer_commits(lambda: None)
@@ -225,7 +225,7 @@ def test_an_undone_change_leaves_no_trace(make_world: Make, change: Change, job:
 
 def test_calls_of_the_same_commit_stay_when_another_change_is_undone(world: World) -> None:
     """They are not committed, so another thread would not read them."""
-    store, episode = world.swarm.store, world.begin()
+    store, episode = world.swarm, world.begin()
     store.defer_commits(lambda: None)
     first = world.call(episode, 7)
     with pytest.raises(KeyError), store.transaction():
@@ -246,14 +246,14 @@ def ends_late(world: World) -> str:
         world.now += 0.9 * LEASE
         world.swarm.heartbeat(episode.id)
     world.now += LEASE - 1
-    world.swarm.store.defer_commits(lambda: None)
+    world.swarm.defer_commits(lambda: None)
     return episode.id
 
 
 @pytest.mark.parametrize("end", ["finish", "abort"])
 @pytest.mark.parametrize("way", ["the disk", "another change"])
 def test_an_end_whose_commit_was_undone_can_be_repeated(world: World, end: str, way: str) -> None:
-    store, episode_id = world.swarm.store, ends_late(world)
+    store, episode_id = world.swarm, ends_late(world)
     silent = world.swarm.queries.silence(world.swarm.episode(episode_id)).seconds
 
     def ends() -> str:
@@ -275,7 +275,7 @@ def test_an_end_whose_commit_was_undone_can_be_repeated(world: World, end: str, 
 
 
 def test_an_expiry_that_was_undone_renews_nothing(world: World) -> None:
-    store, episode_id = world.swarm.store, ends_late(world)
+    store, episode_id = world.swarm, ends_late(world)
     for _ in range(2):
         world.now += 1
         assert [episode.id for episode in world.swarm.reap()] == [episode_id]
@@ -288,14 +288,14 @@ def test_an_expiry_that_was_undone_renews_nothing(world: World) -> None:
 
 def test_begins_that_were_undone_take_no_share(make_world: Make) -> None:
     world = make_world(batch_size=4)
-    world.swarm.store.defer_commits(lambda: None)
+    world.swarm.defer_commits(lambda: None)
     for number in range(3):
         world.begin(f"{number}", client_id="a")
         with refused_commits(world.journal), pytest.raises(Later):
-            world.swarm.store.commit()
+            world.swarm.commit()
     world.swarm.places.refused(BeginRequest(task_id="t", client_id="b"))
     assert world.begin("g", client_id="a").status == "live"
-    assert set(world.swarm._leases._last_seen) == {episode.id for episode in world.swarm.store.live()}
+    assert set(world.swarm.leases._last_seen) == {episode.id for episode in world.swarm.live()}
 
 
 # ---- 3. the reason --------------------------------------------------------------------------------------------------
@@ -315,7 +315,7 @@ def test_begins_that_were_undone_take_no_share(make_world: Make) -> None:
     ],
 )
 def test_the_reason_of_an_undone_commit(world: World, error: Exception, message: str, is_disk: bool) -> None:
-    store = world.swarm.store
+    store = world.swarm
     store.defer_commits(lambda: None)
     world.begin()
     store.abandon(error)
@@ -328,7 +328,7 @@ def test_the_reason_of_an_undone_commit(world: World, error: Exception, message:
 
 
 def test_a_full_disk_in_a_slice_is_the_reason_for_the_others(world: World) -> None:
-    store = world.swarm.store
+    store = world.swarm
     store.defer_commits(lambda: None)
     world.begin()
     full = store.file.db.execute("PRAGMA page_count").fetchone()[0]
@@ -388,7 +388,7 @@ def test_only_one_transaction_comes_before_the_second_slice(
     monkeypatch.setattr("agentjet.swarm.batches.MEMBERS_A_SLICE", 1)
     world = make_world(batch_size=2, group_size=2)
     slices = request_of(world)
-    world.swarm.store.defer_commits(lambda: None)
+    world.swarm.defer_commits(lambda: None)
     before = rows(world)
     transaction, num_failing = world.journal.file.transaction, 0
 
@@ -414,11 +414,11 @@ def test_only_one_transaction_comes_before_the_second_slice(
                 if is_first:
                     assert num_failing == 0, "the first slice has one transaction"
                 else:
-                    world.swarm.store.abandon(MemoryError())
+                    world.swarm.abandon(MemoryError())
         if num_failing:
             with pytest.raises(Later):
-                world.swarm.store.commit()
+                world.swarm.commit()
         assert rows(world) == before
         num_failing += 1
     assert num_failing >= 3 and rows(world) != before
-    world.swarm.store.commit()
+    world.swarm.commit()

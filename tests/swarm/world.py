@@ -91,9 +91,9 @@ class World:
 
     def prune(self) -> int:
         """Delete what the journal need not keep, as a server does. Returns the number of slices."""
-        slices = self.swarm.store.unneeded()
+        slices = self.swarm.unneeded()
         for rows in slices:
-            self.swarm.store.prune(rows)
+            self.swarm.prune(rows)
         return len(slices)
 
     def play(self, group: str, *rewards: float, **request: Any) -> list[EpisodeRecord]:

@@ -213,7 +213,7 @@ def roll_back(data_dir: Path, version: str, run: str = DEFAULT_RUN) -> tuple[Rol
         check_rollback(journal, recorded, target)
         states, _ = _verified(store, journal, target)
         swarm = SwarmState(journal, held.given, policies=policies_of(journal.origin))
-        new = swarm.store.state.next_unused_version
+        new = swarm.state.next_unused_version
         # The journal records the checkpoint when its files are on disk. After a kill before it gets its name, servers
         # refuse to start until the rollback is repeated.
         with new_path(store.path(new)) as copy:

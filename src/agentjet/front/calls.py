@@ -476,7 +476,7 @@ class ActiveCall:
         if not most or self.request.untrained:
             return
         known = [one for one in self._tree.calls if not one.untrained]
-        orphaned = self._swarm.queries.orphans(self.episode.id)
+        orphaned = self._swarm.journal.orphans(self.episode.id)
         turns, asked = sum(one.id not in orphaned for one in known), {one.ask.fingerprint for one in known}
 
         def is_retry(request: CallRequest) -> bool:

@@ -172,7 +172,7 @@ class GroupCommit:
         """Held while changes are made in slices."""
         self._failed: BaseException | None = None
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="journal")
-        swarm.store.defer_commits(self._soon)
+        swarm.defer_commits(self._soon)
 
     async def durable(self) -> None:
         """Waits until all changes so far are on disk. Raises `Later` if the commit was rolled back, or fsync failed."""
@@ -211,7 +211,7 @@ class GroupCommit:
         except asyncio.CancelledError:
             raise
         except BaseException as error:
-            self.swarm.store.abandon(error)
+            self.swarm.abandon(error)
             raise
         finally:
             self._is_held = False
@@ -236,7 +236,7 @@ class GroupCommit:
             return  # `_held` and `_synced` commit at their end.
         waiting, self._next = self._next, None
         try:
-            self.swarm.store.commit()
+            self.swarm.commit()
         except Later as later:
             _refuse(waiting, later)
         except BaseException as error:  # The boundary: after any failure the waiters are refused.
@@ -245,7 +245,7 @@ class GroupCommit:
                 raise
         else:
             self._under_way = waiting
-            synced = asyncio.get_running_loop().run_in_executor(self._disk, self.swarm.store.file.sync)
+            synced = asyncio.get_running_loop().run_in_executor(self._disk, self.swarm.file.sync)
             synced.add_done_callback(self._synced)
 
     def _synced(self, done: asyncio.Future[None]) -> None:
@@ -254,7 +254,7 @@ class GroupCommit:
         try:
             if error is None:
                 waiting.set_result(None)
-                self.swarm.store.announce()  # Listeners may write; the next commit includes it.
+                self.swarm.announce()  # Listeners may write; the next commit includes it.
             else:
                 self._give_up(waiting, error)
         finally:
@@ -266,7 +266,7 @@ class GroupCommit:
         """Refuses present and later waiters: the state of the journal on disk is unknown."""
         is_known = isinstance(error, Later)
         log.critical("the journal could not be written to disk: %s", error, exc_info=None if is_known else error)
-        self._failed = error if is_known else self.swarm.store.file.refuse_writes(error)
+        self._failed = error if is_known else self.swarm.file.refuse_writes(error)
         _refuse(waiting, self._failed)
 
 

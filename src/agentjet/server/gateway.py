@@ -238,7 +238,7 @@ class Gateway:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + request.wait
         while True:
-            self.swarm.client_seen(request.client_id, request.ends_at_version)  # A refused client is alive, too.
+            self.swarm.leases.client_seen(request.client_id, request.ends_at_version)  # A refused client is alive, too.
             try:
                 while self.swarm.begun(request, idempotency_key) is None and self.swarm.take_over(
                     request, ENDS_A_ROUND
@@ -396,8 +396,8 @@ class Gateway:
         """Returns a phrase for the thing that training waits for. It names the episode that is silent for long."""
         process = self.hosted.waiting_for()
         state, reason, doing = self.phase.state, self.phase.reason, self.doing()
-        if self.swarm.store.file.refusal:
-            return f"the disk. {self.swarm.store.file.refusal}"
+        if self.swarm.file.refusal:
+            return f"the disk. {self.swarm.file.refusal}"
         if state == "loading":
             return "; ".join(filter(None, [reason, process, doing])) or WAITING_FOR[state]
         if doing and state in ("sampling", "learning", "draining"):
@@ -443,7 +443,7 @@ class Gateway:
         return ServerFacts(
             self.phase.state,
             self.phase.reason,
-            self.swarm.store.file.refusal,
+            self.swarm.file.refusal,
             self.hosted.num_starts,
             self.engine.num_hung,
             len(self.store.unusable()),
@@ -520,17 +520,17 @@ class Gateway:
         while True:
             try:
                 await asyncio.sleep(LEASE_CHECK_SECONDS)
-                if self.swarm.store.file.refusal and now() >= next_try:
+                if self.swarm.file.refusal and now() >= next_try:
                     next_try = now() + DISK_RETRY_SECONDS
-                    self.swarm.store.probe_disk()
+                    self.swarm.probe_disk()
                 while len(self.swarm.reap(ENDS_A_ROUND)) == ENDS_A_ROUND:
                     await asyncio.sleep(0)
                 if self._can_decide():  # A group may be closing without an event.
                     self.changed.notify()
-                if self.swarm.places.refresh() or self.swarm.store.is_undone:
+                if self.swarm.places.refresh() or self.swarm.is_undone:
                     self._waiters.wake()
-                if self.swarm.store.is_undone:
-                    self.swarm.store.is_undone = False
+                if self.swarm.is_undone:
+                    self.swarm.is_undone = False
                     self.changed.notify()
             except Later:  # The journal has logged it.
                 pass
@@ -568,17 +568,17 @@ class Gateway:
         the rows that a stop or a full disk leaves.
         """
         tracing.run.set(self.run)
-        store = self.swarm.store
-        store.is_prune_due = True  # An earlier server may have been stopped between two slices.
+        swarm = self.swarm
+        swarm.is_prune_due = True  # An earlier server may have been stopped between two slices.
         while True:
-            await self.changed.until(lambda: store.is_prune_due)
-            store.is_prune_due = False
+            await self.changed.until(lambda: swarm.is_prune_due)
+            swarm.is_prune_due = False
             try:
-                for rows in await asyncio.to_thread(store.unneeded):
-                    store.prune(rows)
+                for rows in await asyncio.to_thread(swarm.unneeded):
+                    swarm.prune(rows)
                     await self.commits.durable()
             except Later as later:  # The journal has logged it.
-                store.is_prune_due = True
+                swarm.is_prune_due = True
                 await asyncio.sleep(later.retry_after)
             except Exception:  # The boundary: the journal must not grow without end.
                 log.exception("the journal could not be pruned; the next checkpoint tries again")

@@ -135,7 +135,7 @@ class Telemetry:
 def emit_event(swarm: SwarmState, kind: str, body: dict[str, Any]) -> None:
     """Records an event in the journal. Logs it if the journal refuses writes."""
     try:
-        swarm.store.emit(kind, body)
+        swarm.emit(kind, body)
     except Later as later:
         log.error("event %s %s is not in the journal: %s", kind, body, later)
 

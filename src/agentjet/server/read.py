@@ -444,7 +444,7 @@ def health_of(facts: RunFacts, journal: Journal) -> HealthView:
             reason=reason,
             failing_client=client,
             failing_code=code,
-            first=journal.first_steps(FIRST_STEPS),
+            first=[step.metrics for step in journal.steps(0, FIRST_STEPS)],
             longest_seconds=None if facts.silent is None else longest_seconds(journal),
         )
     )
@@ -486,7 +486,7 @@ def waiting_of(queries: Queries, text: str, *, has_leases: bool) -> Callable[[Jo
         members = queries.members(group)
         live = [one for one in members if one.status == "live"] if has_leases else []
         silences = {one.id: queries.silence(one) for one in live}
-        found.append(FillingGroup(group, queries.size(group), members, silences))
+        found.append(FillingGroup(group, queries.group_rules.size(group), members, silences))
     num_lost = queries.num_lost
 
     def of_journal(journal: Journal) -> WaitingView:
@@ -627,7 +627,7 @@ def variance_facts(queries: Queries) -> RunFacts | None:
 
 def zero_variance(facts: RunFacts, journal: Journal) -> ZeroVariance | None:
     """Returns the report, with the first group of the newest batch; None if the run is solved."""
-    facts = replace(facts, first=journal.first_steps(FIRST_STEPS))
+    facts = replace(facts, first=[step.metrics for step in journal.steps(0, FIRST_STEPS)])
     newest = facts.steps[-1]
     members = [journal.known_episode(member) for member in journal.first_group(facts.versions[-1] - 1)]
     if not members or is_solved(facts):

@@ -44,7 +44,6 @@ from agentjet.swarm.facts import Advantages, Members, is_uniform
 from agentjet.swarm.journal import BatchRecord
 from agentjet.swarm.origin import policies_of
 from agentjet.timeline.support import num_members, unpack_sets
-from agentjet.timeline.tree import orphans
 from agentjet.types import ESCAPE, ESCAPED_BYTE, SOLE_POLICY, Call, GroupState, Message
 
 View = TypeVar("View")
@@ -118,8 +117,7 @@ class _ShownCall:
 
 
 def _shown_calls(journal: Journal, episode: EpisodeRecord) -> tuple[Kept, list[_ShownCall]]:
-    calls, names = journal.calls(episode.id), journal.control_tokens()
-    orphaned = orphans([call for call, *_ in calls], journal.undelivered(episode.id))
+    calls, names, orphaned = journal.calls(episode.id), journal.control_tokens(), journal.orphans(episode.id)
     shown = [
         _ShownCall(
             call, orphaned.get(call.id, ""), token_texts([*suffix, *completion], control_names(names, call.role))

@@ -390,7 +390,7 @@ async def readyz(deps: Deps) -> JSONResponse:
     Needs no token for the default run.
     """
     state = deps.gateway.phase.state
-    is_ready = state in READY and not deps.gateway.swarm.store.file.refusal
+    is_ready = state in READY and not deps.gateway.swarm.file.refusal
     return JSONResponse({"ready": is_ready, "state": state}, 200 if is_ready else 503)
 
 

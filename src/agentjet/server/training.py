@@ -240,7 +240,7 @@ class TrainingLoop:
             try:  # If the journal refuses the write or its commit, the next failure quarantines the batch.
                 self._swarm.batches.quarantine(pending, str(error))
                 num_crashes = self._crashes.pop(failed)
-                self._swarm.store.undo_with(partial(self._crashes.__setitem__, failed, num_crashes))
+                self._swarm.restores.append(partial(self._crashes.__setitem__, failed, num_crashes))
             except Later:  # The journal has logged it.
                 pass
             except Exception:  # The boundary: the engine's task must not end in between. It fails after `MAX_FAILURES`.

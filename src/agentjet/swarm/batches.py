@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 from agentjet.config import JobConfig
 from agentjet.errors import CheckpointError, ConfigError, Conflict, Later
 from agentjet.protocol import SftRequest
-from agentjet.swarm import facts, groups
-from agentjet.swarm.groups import STALE, SURPLUS, Endings, announce
+from agentjet.swarm import facts
+from agentjet.swarm.groups import STALE, SURPLUS, GroupRules
 from agentjet.swarm.journal import Journal, RecordedCall, encode_call
 from agentjet.swarm.origin import of_policy
-from agentjet.swarm.places import RETRY_SECONDS, Mixture
+from agentjet.swarm.places import RETRY_SECONDS
 from agentjet.swarm.state import Batch, EpisodeRecord, Group, State, new_episode_id
 from agentjet.swarm.store import RECENT_STEPS, Store
 from agentjet.timeline.batch import TrainingBatch
@@ -65,11 +65,11 @@ class Rollback:
 class Batches:
     """Composes batches, builds their forests and records what was learned."""
 
-    def __init__(self, store: Store, mixture: Mixture, endings: Endings, clock: Callable[[], float]) -> None:
+    def __init__(self, store: Store, groups: GroupRules, clock: Callable[[], float]) -> None:
         self._store = store
         self._journal = store.journal
-        self._mixture = mixture
-        self._endings = endings
+        self._groups = groups
+        self._mixture = groups.mixture
         self._clock = clock
         self._forest_metrics: dict[int, dict[str, float]] = {}
 
@@ -98,7 +98,7 @@ class Batches:
             store.pending = batch
             self._mixture.start_batch()
             if not store.job.max_staleness:
-                self._endings.drop_groups(list(store.groups.values()), "surplus", SURPLUS, batch.composed)
+                self._groups.drop_groups(list(store.groups.values()), "surplus", SURPLUS, batch.composed)
         return batch
 
     def _ordered(self, chosen: Sequence[Group]) -> tuple[tuple[str, ...], ...]:
@@ -192,9 +192,9 @@ class Batches:
             for episode_id in _shown(batch, store.episodes):
                 self._journal.keep_transcript(episode_id, f"batch {batch.id}", len(batch.episode_ids))
             store.change(policy_version=batch.id + 1)
-            store.pending, store.steps = None, self._journal.recent_steps(RECENT_STEPS)
+            store.pending, store.steps = None, self._journal.steps(None, RECENT_STEPS)
             self._mixture.start_batch()
-            self._endings.drop_groups(groups.stale(store), "stale", STALE, self._clock())
+            self._groups.drop_groups(self._groups.stale(), "stale", STALE, self._clock())
             store.emit("step", {"policy_version": batch.id + 1, "metrics": merged})
         yield merged
         members = batch.episode_ids
@@ -217,7 +217,7 @@ class Batches:
             self._journal.remove_batches(batch.id)
             store.pending = None
             for group in pending:
-                groups.drop(store, group, "poisoned", self._clock())
+                self._groups.drop(group, "poisoned", self._clock())
             store.emit(
                 "batch",
                 {"batch": batch.id, "state": "set_aside", "reason": reason, "episodes": list(batch.episode_ids)},
@@ -321,11 +321,11 @@ class Batches:
             if undone:
                 journal.count("dropped", ROLLED_BACK, len(trained))
             journal.count("lost_groups", ROLLED_BACK, sum(len(batch.groups) for batch in undone), batch=version)
-            store.steps = journal.recent_steps(RECENT_STEPS)
+            store.steps = journal.steps(None, RECENT_STEPS)
             live, waiting = store.live(), journal.outcomes()["waiting"]
             for episode in live:
-                self._endings.end_unscored(episode, ROLLED_BACK_REASON, now)
-            self._endings.drop_groups(list(store.groups.values()), ROLLED_BACK, ROLLED_BACK_REASON, now)
+                self._groups.end_unscored(episode, ROLLED_BACK_REASON, now)
+            self._groups.drop_groups(list(store.groups.values()), ROLLED_BACK, ROLLED_BACK_REASON, now)
             done = Rollback(to, version, len(undone), len(trained), waiting, len(live))
             store.emit(ROLLBACK, asdict(done))
         return done
@@ -415,12 +415,6 @@ class Committed(NamedTuple):
 # ---- demonstrations: finished episodes whose answers were given ---------------------------------------------
 
 
-def learned_before(store: Store, request: SftRequest, idempotency_key: str | None) -> Committed | None:
-    """The batch of an earlier copy of this request. Raises `Conflict` for the key of another request."""
-    known = store.recall(_scope(request), idempotency_key, request)
-    return None if known is None else Committed(*map(int, known.split()))
-
-
 def compose_demonstrations(
     store: Store,
     request: SftRequest,
@@ -465,7 +459,7 @@ def compose_demonstrations(
         yield None
     with store.transaction():
         committed = Committed(batch.id, store.journal.last_event())
-        store.remember(_scope(request), idempotency_key, request, f"{committed.batch} {committed.last_event}")
+        store.remember(sft_scope(request), idempotency_key, request, f"{committed.batch} {committed.last_event}")
     yield committed
 
 
@@ -497,8 +491,8 @@ def _record(store: Store, request: SftRequest, given: Answered, episode_id: str,
         call = replace(call, episode_id=episode.id, versions=(version,) * len(call.completion))
         store.journal.add_call(call, encode_call(call, suffix, completion))
     store.put(episode)
-    announce(store, episode)
 
 
-def _scope(request: SftRequest) -> str:
+def sft_scope(request: SftRequest) -> str:
+    """Scope of the idempotency keys of demonstrations: each client has its own."""
     return f"sft/{request.client_id}"

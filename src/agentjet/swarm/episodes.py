@@ -1,4 +1,4 @@
-"""`SwarmState`: the rules of episodes, with `batches` and `queries` over the same store.
+"""`SwarmState`: the store of a run with the rules of its episodes. `Queries`: reads of a store, live or recorded.
 
 Invariants:
 * an acknowledged change is on disk: see `Store.defer_commits`;
@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from agentjet.config import JobConfig
 from agentjet.errors import ConfigError, Conflict, InvalidRequest, Later, Unavailable, Unprocessable, did_you_mean
@@ -35,25 +35,23 @@ from agentjet.protocol import (
     SftRequest,
     duration,
 )
-from agentjet.swarm import groups
-from agentjet.swarm.batches import Answered, Batches, Committed, compose_demonstrations, learned_before
+from agentjet.swarm.batches import Answered, Batches, Committed, compose_demonstrations, sft_scope
 from agentjet.swarm.facts import load_trees, turns_of
-from agentjet.swarm.groups import HAS_STEPS, REPLACED, STALLED, AnsweredRollout, Endings, Undecided, announce
+from agentjet.swarm.groups import HAS_STEPS, REPLACED, STALLED, AnsweredRollout, GroupRules, Undecided
 from agentjet.swarm.journal import Journal, encode_call
 from agentjet.swarm.origin import BRANCHED_FROM, of_worker, policies_of
 from agentjet.swarm.places import RETRY_SECONDS, Mixture, Places
-from agentjet.swarm.state import Batch, EpisodeRecord, Group, JobSettings, new_episode_id
+from agentjet.swarm.state import EpisodeRecord, Group, JobSettings, new_episode_id
 from agentjet.swarm.store import Host, Leases, Store
-from agentjet.timeline.tree import ConversationTree, OrphanReason
-from agentjet.timeline.tree import orphans as find_orphans
+from agentjet.timeline.tree import ConversationTree
 from agentjet.types import MAX_NAME, Call, ModelInfo, metrics_prefix, wrong_reward_name
 
 MAX_NOTES = 64
 """Different notes, and different refusals, that are counted apart on one episode."""
 
 
-class SwarmState:
-    """Episodes, groups and batches of one run. Synchronous; one thread at a time."""
+class SwarmState(Store):
+    """The store of a run, with the rules by which episodes begin, call and end. Synchronous; one thread at a time."""
 
     def __init__(
         self,
@@ -70,73 +68,48 @@ class SwarmState:
         version, and perhaps job settings that replaced `job`. `policies` are those that the settings of the run name.
         `stopwatch` is a monotonic clock: see `Leases`.
         """
-        self._journal = journal
-        self._clock = clock
-        self.store = Store(journal, clock, policies, host)
-        with self.store.transaction():
-            if policy_version is not None and self._journal.is_empty:
-                self.store.start_at(policy_version)
-            self.job_notice = self.store.start_job(job)
+        super().__init__(journal, clock, policies, host)
+        with self.transaction():
+            if policy_version is not None and self.journal.is_empty:
+                self.start_at(policy_version)
+            self.job_notice = self.start_job(job)
             """A sentence for the log if the settings in force differ from `job`, else empty."""
-        self._leases = Leases(clock, stopwatch)
-        self._mixture = Mixture(self.store, clock)
-        self.places = Places(self.store, self._leases, self._mixture, clock)
-        self._endings = Endings(self.store, self._leases)
-        self.queries = Queries(self.store, self._leases, self._mixture, self.places, clock)
-        self.batches = Batches(self.store, self._mixture, self._endings, clock)
+        self.leases = Leases(clock, stopwatch)
+        self.mixture = Mixture(self, clock)
+        self.places = Places(self, self.leases, self.mixture, clock)
+        self.group_rules = GroupRules(self, self.leases, self.mixture, self.places)
+        self.queries = Queries(self, self.group_rules, clock)
+        self.batches = Batches(self, self.group_rules, clock)
 
     # ---- the run -------------------------------------------------------------------------------------------
 
-    @property
-    def job(self) -> JobConfig:
-        """The settings in force. A batch keeps those it was composed with."""
-        return self.store.job
-
-    @property
-    def job_revision(self) -> int:
-        """Number of the settings in force; each change counts, from 1."""
-        return 0 if self.store.settings is None else self.store.settings.revision
-
-    @property
-    def policy_version(self) -> int:
-        return self.store.policy_version
-
-    @property
-    def pending(self) -> Batch | None:
-        """The batch that is composed and not yet learned."""
-        return self.store.pending
-
-    @property
-    def last_step(self) -> Mapping[str, float]:
-        return self.store.last_step
-
     def replace_job(self, job: JobConfig) -> None:
         """Put other settings in force from here on. A batch keeps those it was composed with."""
-        with self.store.transaction():
-            self.store.put_job(job)
+        with self.transaction():
+            self.put_job(job)
 
     def check_origin(self, policy: str, info: ModelInfo) -> None:
         """Compare a new worker, before it loads or learns anything, with the origin of a policy.
 
         Raises `ConfigError` if the weights would differ.
         """
-        self._journal.check_origin(of_worker(info, metrics_prefix(policy, self.store.policies)))
+        self.journal.check_origin(of_worker(info, metrics_prefix(policy, self.policies)))
 
     def record_origin(self) -> None:
         """Store the checked origins, because the workers and the newest checkpoint agree with them."""
-        with self.store.transaction():
-            self._journal.record_origin()
+        with self.transaction():
+            self.journal.record_origin()
 
     def record_models(self, control_tokens: Mapping[str, Mapping[int, str]], contexts: Mapping[str, int]) -> None:
         """Store the names of control tokens and the contexts by policy, which people's records need without a model."""
-        with self.store.transaction():
-            self._journal.put_control_tokens(control_tokens)
-            self._journal.put_context_lengths(contexts)
+        with self.transaction():
+            self.journal.put_control_tokens(control_tokens)
+            self.journal.put_context_lengths(contexts)
 
     def record_evaluation(self, request: EvaluationRequest, *, idempotency_key: str | None = None) -> None:
         """Store the score of a policy version, once per key. Raises `InvalidRequest` for a version not learned yet."""
         scope = f"evaluation/{request.client_id}"
-        if self.store.recall(scope, idempotency_key, request) is not None:
+        if self.recall(scope, idempotency_key, request) is not None:
             return
         if request.policy_version > self.policy_version:
             raise Unprocessable(
@@ -145,9 +118,9 @@ class SwarmState:
                 code="version_unknown",
                 param="policy_version",
             )
-        with self.store.transaction():
-            self.store.emit("evaluation", request.model_dump())
-            self.store.remember(scope, idempotency_key, request, str(request.policy_version))
+        with self.transaction():
+            self.emit("evaluation", request.model_dump())
+            self.remember(scope, idempotency_key, request, str(request.policy_version))
 
     # ---- begin ---------------------------------------------------------------------------------------------
 
@@ -178,19 +151,19 @@ class SwarmState:
             )
         self.take_over(request)
         now = self._clock()
-        if outdated := groups.outdated(self.store, request):
-            with self.store.transaction():
+        if outdated := self.group_rules.outdated(request):
+            with self.transaction():
                 for group in outdated:
-                    groups.close(self.store, group, now)
+                    self.group_rules.close(group, now)
         if request.at_version is not None:
-            groups.check_pin(self.store, self._mixture, request.at_version, now)
+            self.group_rules.check_pin(request.at_version, now)
         joined = None
         if request.mode == "train":
-            joined = groups.admit(self.store, self._mixture, self.places, request, now, rollout)
-        with self.store.transaction():
+            joined = self.group_rules.admit(request, now, rollout)
+        with self.transaction():
             episode = EpisodeRecord(
                 id=new_episode_id(now),
-                seq=self._journal.num_episodes + 1,
+                seq=self.journal.num_episodes + 1,
                 client_id=request.client_id,
                 task_id=request.task_id,
                 task_set=request.task_set,
@@ -211,23 +184,21 @@ class SwarmState:
                 if not joined.members:
                     self.places.opened(request)
                 members = (*joined.members, episode.id)
-                self.store.put_group(replace(joined, members=members, touched=now))
-            self.store.put(episode)
+                self.put_group(replace(joined, members=members, touched=now))
+            is_counted = episode.mode == "train" and bool(episode.code_version)
+            if is_counted and episode.code_version not in self.journal.code_versions():
+                self.emit("code_version", {"code_version": episode.code_version, "client_id": episode.client_id})
+            self.put(episode)
             if episode.instance_id:
-                self._journal.add_instance(episode.client_id, episode.instance_id)
-            counts = self._journal.code_versions().get(episode.code_version)
-            if counts is not None and counts.episodes == 1 and episode.mode == "train":
-                body = {"code_version": episode.code_version, "client_id": episode.client_id}
-                self.store.emit("code_version", body)
-            self.store.remember(_begin_scope(request), idempotency_key, request, episode.id)
-            announce(self.store, episode)
-            self._leases.renew(episode)
-            self.store.undo_with(partial(self._leases.remove, episode))
+                self.journal.add_instance(episode.client_id, episode.instance_id)
+            self.remember(_begin_scope(request), idempotency_key, request, episode.id)
+            self.leases.renew(episode)
+            self.restores.append(partial(self.leases.remove, episode))
         return episode
 
     def begun(self, request: BeginRequest, idempotency_key: str | None) -> EpisodeRecord | None:
         """The episode that an earlier copy of this request began. Raises `Conflict` for the key of another request."""
-        known = self.store.recall(_begin_scope(request), idempotency_key, request)
+        known = self.recall(_begin_scope(request), idempotency_key, request)
         return None if known is None else self.episode(known)
 
     def take_over(self, request: BeginRequest, most: int | None = None) -> bool:
@@ -237,7 +208,7 @@ class SwarmState:
         many episodes are aborted; returns True if others are left. Raises `Conflict` (`client_replaced`) for a process
         that was itself replaced: two running ones would end each other's episodes.
         """
-        known = self._journal.instances(request.client_id) if request.instance_id else []
+        known = self.journal.instances(request.client_id) if request.instance_id else []
         if not known or known[-1] == request.instance_id:
             return False
         if request.instance_id in known:
@@ -246,26 +217,27 @@ class SwarmState:
                 "this one: end this process, or give the two different names (client_id) or the same instance_id.",
                 code="client_replaced",
             )
-        now, store = self._clock(), self.store
-        replaced = [e for e in store.live() if e.client_id == request.client_id and e.instance_id]
+        now = self._clock()
+        replaced = [e for e in self.live() if e.client_id == request.client_id and e.instance_id]
         for episode in replaced[:most]:
-            with store.transaction():
-                self._mixture.record_end(self._endings.end_unscored(episode, REPLACED, now))
+            with self.transaction():
+                self.mixture.record_end(self.group_rules.end_unscored(episode, REPLACED, now))
         if most is not None and len(replaced) > most:
             return True
-        for group in list(store.groups.values()):
-            members = [store.episodes[member] for member in group.members]
+        for group in list(self.groups.values()):
+            members = [self.episodes[member] for member in group.members]
             is_left = all(member.ended is not None and member.instance_id for member in members)
             if group.client_id == request.client_id and group.state == "open" and is_left:
-                with store.transaction():
-                    groups.close(store, group, now)
+                with self.transaction():
+                    self.group_rules.close(group, now)
         return False
 
     # ---- demonstrations ------------------------------------------------------------------------------------
 
     def demonstrated(self, request: SftRequest, idempotency_key: str | None) -> Committed | None:
-        """See `learned_before`."""
-        return learned_before(self.store, request, idempotency_key)
+        """The batch of an earlier copy of this request. Raises `Conflict` for the key of another request."""
+        known = self.recall(sft_scope(request), idempotency_key, request)
+        return None if known is None else Committed(*map(int, known.split()))
 
     def demonstrate(
         self, request: SftRequest, answered: Sequence[Answered], policy: str, *, idempotency_key: str | None = None
@@ -274,7 +246,7 @@ class SwarmState:
         if self.batches.ready():
             raise Later("A complete batch is learned first.", code="not_sampling", retry_after=RETRY_SECONDS)
         job = self.job.for_demonstrations(request.lr, policy)
-        yield from compose_demonstrations(self.store, request, answered, job, self._clock(), idempotency_key)
+        yield from compose_demonstrations(self, request, answered, job, self._clock(), idempotency_key)
 
     # ---- ends ----------------------------------------------------------------------------------------------
 
@@ -286,26 +258,25 @@ class SwarmState:
         Raises `Conflict`: `episode_expired`, `episode_aborted`, or `episode_finished` when it ended with another
         reward.
         """
-        if self.store.policies and (wrong := wrong_reward_name(request.by_role, self.store.policies)):
+        if self.policies and (wrong := wrong_reward_name(request.by_role, self.policies)):
             raise Unprocessable(wrong[1], code="invalid_reward", param=wrong[0])
         scope = f"finish/{episode_id}"
-        if self.store.recall(scope, idempotency_key, request) is not None:
+        if self.recall(scope, idempotency_key, request) is not None:
             return self.episode(episode_id)
         episode = self._up_to_date(episode_id)
-        # Turns are those before the end: it marks answers in flight undelivered, and calls are pruned later.
-        score = (request.reward, request.by_role, digest(request), request.metrics, request.text)
-        recorded = (
-            episode.reward,
-            episode.by_role,
-            episode.call_rewards_digest,
-            episode.metrics,
-            episode.reward_text,
-        )
-        if episode.status == "finished" and recorded == score:
+        score: dict[str, Any] = {
+            "reward": request.reward,
+            "by_role": dict(request.by_role),
+            "call_rewards_digest": digest(request),
+            "metrics": dict(request.metrics),
+            "reward_text": request.text,
+        }
+        if episode.status == "finished" and episode == replace(episode, **score):
             return episode
         episode = self._live(episode_id)
-        self._leases.renew(episode)  # If its commit is undone, the client has a lease to repeat it.
-        of_calls = call_rewards(self._journal, episode_id, request)
+        self.leases.renew(episode)  # If its commit is undone, the client has a lease to repeat it.
+        # Turns are those before the end: it marks answers in flight undelivered, and calls are pruned later.
+        of_calls = call_rewards(self.journal, episode_id, request)
         recipe = self.job.recipe
         if recipe.needs_call_rewards and not of_calls and episode.mode == "train" and episode.num_calls:
             raise Unprocessable(
@@ -314,24 +285,14 @@ class SwarmState:
                 param="by_turn",
             )
         now = self._clock()
-        with self.store.transaction():
-            episode = replace(
-                episode,
-                status="finished",
-                ended=now,
-                reward=request.reward,
-                by_role=dict(request.by_role),
-                call_rewards=of_calls,
-                call_rewards_digest=digest(request),
-                metrics=dict(request.metrics),
-                reward_text=request.text,
-            )
-            self.store.put(episode)
-            self.store.remember(scope, idempotency_key, request, episode_id)
-            groups.member_finished(self.store, episode, now)
-            self._endings.release(episode)
-            self._endings.close_if_complete(episode, now)
-            self._mixture.record_end(episode)
+        with self.transaction():
+            episode = replace(episode, status="finished", ended=now, call_rewards=of_calls, **score)
+            self.put(episode)
+            self.remember(scope, idempotency_key, request, episode_id)
+            self.group_rules.member_finished(episode, now)
+            self.group_rules.release(episode)
+            self.group_rules.close_if_complete(episode, now)
+            self.mixture.record_end(episode)
         return self.episode(episode_id)
 
     def abort(self, episode_id: str, request: AbortRequest, *, idempotency_key: str | None = None) -> EpisodeRecord:
@@ -340,19 +301,19 @@ class SwarmState:
         An episode that ended unscored is returned unchanged. Raises `Conflict` (`episode_finished`) on a scored one.
         """
         scope = f"abort/{episode_id}"
-        if self.store.recall(scope, idempotency_key, request) is not None:
+        if self.recall(scope, idempotency_key, request) is not None:
             return self.episode(episode_id)
         episode = self._up_to_date(episode_id)
         if episode.status in ("aborted", "expired"):
             return episode
         episode = self._live(episode_id)
-        self._leases.renew(episode)
+        self.leases.renew(episode)
         now = self._clock()
-        with self.store.transaction():
-            self.store.remember(scope, idempotency_key, request, episode_id)
-            episode = self._endings.end_unscored(episode, request.reason, now)
-            self._endings.close_if_complete(episode, now)
-            self._mixture.record_end(episode)
+        with self.transaction():
+            self.remember(scope, idempotency_key, request, episode_id)
+            episode = self.group_rules.end_unscored(episode, request.reason, now)
+            self.group_rules.close_if_complete(episode, now)
+            self.mixture.record_end(episode)
         return episode
 
     def close_groups(self, request: CloseGroupsRequest, *, idempotency_key: str | None = None) -> Iterator[int]:
@@ -362,37 +323,36 @@ class SwarmState:
         group of the same name stays open. See `GroupCommit.in_slices`.
         """
         scope = f"close/{request.client_id}"
-        if self.store.recall(scope, idempotency_key, request) is None:
-            now, left = self._clock(), groups.named(self.store, request)
-            with self.store.transaction():
-                self.store.remember(scope, idempotency_key, request, "")
+        if self.recall(scope, idempotency_key, request) is None:
+            now, left = self._clock(), self.group_rules.named(request)
+            with self.transaction():
+                self.remember(scope, idempotency_key, request, "")
             yield 0
             for known in left:
-                group = self.store.groups.get(known.id)
+                group = self.groups.get(known.id)
                 if group is not None and group.state == "open":  # It may have changed since the slice before.
-                    with self.store.transaction():
+                    with self.transaction():
                         if request.not_needed:
-                            self._endings.drop_groups([group], "surplus", HAS_STEPS, now)
+                            self.group_rules.drop_groups([group], "surplus", HAS_STEPS, now)
                         else:
-                            self._endings.leave(group, now)
+                            self.group_rules.leave(group, now)
                 yield 0
-        yield sum(group.is_left for group in groups.named(self.store, request))
+        yield sum(group.is_left for group in self.group_rules.named(request))
 
     def undecided(self) -> Undecided | None:
         """The closing group that ended first; None without any."""
-        return groups.undecided(self.store)
+        closing = [group for group in self.groups.values() if group.state == "closing"]
+        if not closing:
+            return None
+        return self.group_rules.question(min(closing, key=lambda group: (group.closed, group.id)))
 
     def decide(self, question: Undecided, reason: str) -> None:
         """Complete a closing group, or drop it for the recipe's reason. Does nothing if the group has ended since."""
-        if self.store.groups.get(question.group.id) == question.group:
-            with self.store.transaction():
-                groups.decide(self.store, question.group, reason, self._clock())
+        if self.groups.get(question.group.id) == question.group:
+            with self.transaction():
+                self.group_rules.decide(question.group, reason, self._clock())
 
     # ---- calls ---------------------------------------------------------------------------------------------
-
-    def episode(self, episode_id: str) -> EpisodeRecord:
-        """Any episode that the journal keeps. Raises `NotFound`."""
-        return self.store.episode(episode_id)
 
     def heartbeat(self, episode_id: str) -> EpisodeRecord:
         """Renew the lease of a live episode. Its silence goes on, because only calls end it.
@@ -400,12 +360,8 @@ class SwarmState:
         Raises `Conflict` when the episode has ended; the code is its status.
         """
         episode = self._live(episode_id)
-        self._leases.renew(episode)
+        self.leases.renew(episode)
         return episode
-
-    def client_seen(self, client_id: str, ends_at_version: int = 0) -> None:
-        """Record activity of a client, with or without an episode, and the policy version that it trains to."""
-        self._leases.client_seen(client_id, ends_at_version)
 
     @contextmanager
     def calling(self, episode_id: str) -> Iterator[EpisodeRecord]:
@@ -414,7 +370,7 @@ class SwarmState:
         `max_episode_seconds` still counts. Raises `Conflict` when the episode has ended.
         """
         episode = self._live(episode_id)
-        with self._leases.calling(episode):
+        with self.leases.calling(episode):
             yield episode
 
     def record_call(
@@ -438,22 +394,22 @@ class SwarmState:
             num_tokens += len(call.completion)
             # A completion that continues on another replica may go back to an older version.
             oldest = min((version for version in {oldest, *call.versions} if version is not None), default=None)
-        with self.store.transaction():
-            self._journal.add_call(call, body or encode_call(call, encoded_suffix, encoded_completion))
+        with self.transaction():
+            self.journal.add_call(call, body or encode_call(call, encoded_suffix, encoded_completion))
             num_calls = episode.num_calls + 1
-            self.store.put(replace(episode, num_calls=num_calls, num_tokens=num_tokens, oldest_version=oldest))
-            self.store.undo_with(lambda: self.store.trees.pop(call.episode_id, None))
+            self.put(replace(episode, num_calls=num_calls, num_tokens=num_tokens, oldest_version=oldest))
+            self.restores.append(lambda: self.trees.pop(call.episode_id, None))
             tree.add(call, encoded_suffix, encoded_completion)
-        self._leases.active(episode)
+        self.leases.active(episode)
 
     def note(self, episode_id: str, *, noted: Sequence[str] = (), refused: Sequence[str] = ()) -> None:
         """Count notes and refusals of an episode's request. An ended episode keeps its counts unchanged."""
         episode = self._up_to_date(episode_id)
         if episode.ended is not None or not (noted or refused):
             return
-        with self.store.transaction():
+        with self.transaction():
             episode = replace(episode, noted=_counted(episode.noted, noted), refused=_counted(episode.refused, refused))
-            self.store.put(episode)
+            self.put(episode)
 
     def undelivered(self, episode_id: str, call_ids: Sequence[str]) -> None:
         """Record that these answers did not reach their agent. They train only if a later call sends them back.
@@ -461,38 +417,38 @@ class SwarmState:
         Ignored after the episode has ended, because its batch may be composed already.
         """
         if self._up_to_date(episode_id).status == "live":
-            with self.store.transaction():
-                self._journal.add_undelivered(call_ids)
+            with self.transaction():
+                self.journal.add_undelivered(call_ids)
 
     def tree(self, episode_id: str, role: str) -> ConversationTree:
         """The conversation of one role of an episode; kept in memory while the episode is live."""
-        trees = self.store.trees.get(episode_id)
+        trees = self.trees.get(episode_id)
         if trees is None:
-            trees = load_trees(self._journal, episode_id) if self.episode(episode_id).num_calls else {}
+            trees = load_trees(self.journal, episode_id) if self.episode(episode_id).num_calls else {}
             self.keep_trees(episode_id, trees)
         return trees.setdefault(role, ConversationTree())
 
     def is_unread(self, episode_id: str) -> bool:
         """True if a live episode has calls that are only in the journal, as after a restart."""
-        episode = self.store.episodes.get(episode_id)
-        is_kept = episode_id in self.store.trees
+        episode = self.episodes.get(episode_id)
+        is_kept = episode_id in self.trees
         return episode is not None and episode.status == "live" and episode.num_calls > 0 and not is_kept
 
     def read_trees(self, episode_id: str) -> dict[str, ConversationTree]:
         """An episode's conversations by role. May run in another thread; it reads committed calls only."""
-        with self._journal.reading() as journal:
+        with self.journal.reading() as journal:
             return load_trees(journal, episode_id)
 
     def keep_trees(self, episode_id: str, trees: dict[str, ConversationTree]) -> None:
         """Keep the conversations of an episode in memory if it is live and they are not."""
         if self.episode(episode_id).status == "live":
-            self.store.trees.setdefault(episode_id, trees)
+            self.trees.setdefault(episode_id, trees)
 
     # ---- time ----------------------------------------------------------------------------------------------
 
     def expires_at(self, episode: EpisodeRecord) -> float:
         """Time at which a live episode expires without activity."""
-        return self._leases.expires_at(episode, self.job)
+        return self.leases.expires_at(episode, self.job)
 
     def reap(self, most: int | None = None, *, first: str = "") -> list[EpisodeRecord]:
         """Expire episodes after their lease or maximum, close short groups after their wait; returns the expired.
@@ -500,21 +456,21 @@ class SwarmState:
         Call it often: it is what frees the places of the lost. With `most`, so many of each end in one call, the
         episode `first` before others.
         """
-        self._leases.check_stall()
-        now, store = self._clock(), self.store
-        expired, over = [], [episode for episode in store.live() if self.expires_at(episode) <= now]
+        self.leases.check_stall()
+        now = self._clock()
+        expired, over = [], [episode for episode in self.live() if self.expires_at(episode) <= now]
         for episode in sorted(over, key=lambda episode: episode.id != first)[:most]:
-            with store.transaction():
-                expired.append(self._endings.expire(episode, now))
-                self._endings.close_if_complete(episode, now)
-        short = [group for deadline, group in groups.short_groups(store, self._leases.epoch) if deadline <= now]
+            with self.transaction():
+                expired.append(self.group_rules.expire(episode, now))
+                self.group_rules.close_if_complete(episode, now)
+        short = [group for deadline, group in self.group_rules.short() if deadline <= now]
         for group in short[:most]:
-            with store.transaction():
-                groups.close(store, group, now)
-        self._mixture.remove_absent()
-        if late := self._mixture.late():
-            with store.transaction():
-                self._endings.drop_groups(self._mixture.stall(late), "stalled", STALLED, now)
+            with self.transaction():
+                self.group_rules.close(group, now)
+        self.mixture.remove_absent()
+        if late := self.mixture.late():
+            with self.transaction():
+                self.group_rules.drop_groups(self.mixture.stall(late), "stalled", STALLED, now)
         return expired
 
     # ---- inside --------------------------------------------------------------------------------------------
@@ -599,14 +555,13 @@ class Silence(NamedTuple):
 class Queries:
     """Episodes, groups, batches and counts as they are now."""
 
-    def __init__(
-        self, store: Store, leases: Leases, mixture: Mixture, places: Places, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, store: Store, group_rules: GroupRules, clock: Callable[[], float]) -> None:
         self.store = store
         self.journal = store.journal
-        self.leases = leases
-        self.mixture = mixture
-        self.places = places
+        self.group_rules = group_rules
+        self.leases = group_rules.leases
+        self.mixture = group_rules.mixture
+        self.places = group_rules.places
         self._clock = clock
 
     @classmethod
@@ -619,17 +574,8 @@ class Queries:
         if store.settings is None:
             raise ConfigError(f"{journal.path} is empty: its server never started")
         leases, mixture = Leases(clock, lambda: 0.0), Mixture(store, clock)
-        return cls(store, leases, mixture, Places(store, leases, mixture, clock), clock)
-
-    # ---- episodes ------------------------------------------------------------------------------------------
-
-    def calls(self, episode_id: str) -> list[Call]:
-        """An episode's calls in the order they were recorded; none once a durable checkpoint covers them."""
-        return [call for call, *_ in self.journal.calls(episode_id)]
-
-    def orphans(self, episode_id: str) -> dict[str, OrphanReason]:
-        """The episode's calls that are not trained, with the reason."""
-        return find_orphans(self.journal.call_facts(episode_id), self.journal.undelivered(episode_id))
+        places = Places(store, leases, mixture, clock)
+        return cls(store, GroupRules(store, leases, mixture, places), clock)
 
     # ---- groups and batches --------------------------------------------------------------------------------
 
@@ -647,15 +593,11 @@ class Queries:
         if episode.group_id is None:
             return 0
         group = self.store.groups.get(episode.group_id)
-        return self.store.job.group_size if group is None else groups.size(self.store, group)
+        return self.store.job.group_size if group is None else self.group_rules.size(group)
 
     def members(self, group: Group) -> list[EpisodeRecord]:
         """The live and finished members of a group of the present batch, in the order they began."""
         return [self.store.episodes[member] for member in group.members]
-
-    def size(self, group: Group) -> int:
-        """Number of finished members that complete a group of the present batch."""
-        return groups.size(self.store, group)
 
     def silence(self, episode: EpisodeRecord) -> Silence:
         """The silence of a live episode, and the times at which it ends."""
@@ -672,7 +614,7 @@ class Queries:
 
     def refill(self) -> Refill | None:
         """The groups of the present batch that lost members and have no live one; None without any."""
-        short = groups.short_groups(self.store, self.leases.epoch)
+        short = self.group_rules.short()
         if not short:
             return None
         deadline, first = short[0]
@@ -700,12 +642,12 @@ class Queries:
     @property
     def recent_steps(self) -> Sequence[Mapping[str, float]]:
         """Metrics of the newest learned batches, at most 50, the newest last."""
-        return [*self.store.steps.values()]
+        return [step.metrics for step in self.store.steps]
 
     @property
     def step_versions(self) -> Sequence[int]:
         """The policy version after each of `recent_steps`. A rollback leaves a gap."""
-        return [batch_id + 1 for batch_id in self.store.steps]
+        return [step.version for step in self.store.steps]
 
     # ---- the run -------------------------------------------------------------------------------------------
 
@@ -742,7 +684,7 @@ class Queries:
         rewards = ["rewards"] if live else []
         closing = self.num_groups("closing")
         rewards += ["`accept` of the recipe"] if closing else []
-        refills = groups.missing_members(store, self.leases.epoch, self._clock())
+        refills = self.group_rules.missing_members(self._clock())
         wanted = " and ".join([*rewards, *([refills] if refills else [])]) or "clients, to begin training episodes"
         if sets := self.mixture.waiting_for():
             wanted += f" of {sets}"

@@ -28,7 +28,7 @@ from agentjet.swarm.state import Batch, EpisodeRecord, reward_of
 from agentjet.timeline.batch import Facts, TrainingBatch
 from agentjet.timeline.forest import Forest, Row, build_forest, call_row
 from agentjet.timeline.support import unpack_sets
-from agentjet.timeline.tree import ConversationTree, OrphanReason, orphans
+from agentjet.timeline.tree import ConversationTree
 from agentjet.types import SOLE_POLICY, Call, FinishReason, metrics_prefix, policy_of
 
 log = logging.getLogger(__name__)
@@ -71,11 +71,6 @@ def load_trees(journal: Journal, episode_id: str) -> dict[str, ConversationTree]
     for call, encoded_suffix, encoded_completion in journal.calls(episode_id):
         trees.setdefault(call.role, ConversationTree()).add(call, encoded_suffix, encoded_completion)
     return trees
-
-
-def find_orphans(journal: Journal, episode_id: str, trees: Mapping[str, ConversationTree]) -> dict[str, OrphanReason]:
-    """The calls of an episode that are not trained, with the reason, over all its roles."""
-    return orphans([call for tree in trees.values() for call in tree.calls], journal.undelivered(episode_id))
 
 
 def build(
@@ -267,10 +262,9 @@ def _trained_sequences(
     journal: Journal, episode: EpisodeRecord, policies: Sequence[str], counts: Mapping[str, Counter[str]]
 ) -> Sequences:
     """An episode's conversations by agent role. Roles without trained calls are left out."""
-    trees = load_trees(journal, episode.id)
-    orphaned = find_orphans(journal, episode.id, trees)
+    orphaned = journal.orphans(episode.id)
     found: Sequences = {}
-    for role, tree in trees.items():
+    for role, tree in load_trees(journal, episode.id).items():
         if calls := _trained_calls(tree, orphaned, counts[policy_of(role, policies)]):
             found[role] = RoleTokens(
                 [_trained_call(tree, call) for call in calls],
@@ -372,8 +366,7 @@ def episode_metrics(members: Sequence[EpisodeRecord], policies: Sequence[str]) -
 
 def turns_of(journal: Journal, episode_id: str) -> dict[str, list[str]]:
     """The ids of the calls of each role that train, in order. A turn is a place in such a list. No call is parsed."""
-    calls = journal.call_facts(episode_id)
-    orphaned = orphans(calls, journal.undelivered(episode_id))
+    calls, orphaned = journal.call_facts(episode_id), journal.orphans(episode_id)
     turns: dict[str, list[str]] = {call.role: [] for call in calls}
     for call in calls:
         if call.num_tokens and not call.untrained and call.id not in orphaned:

@@ -44,6 +44,7 @@ from agentjet.swarm.state import (
     State,
     new_episode_id,
 )
+from agentjet.timeline.tree import OrphanReason, orphans
 from agentjet.types import Call, CheckpointStamp
 
 IDEMPOTENCY_SECONDS = 86_400.0
@@ -192,7 +193,7 @@ class Journal:
             return journal
         try:
             if journal.is_unused:
-                journal._db.execute("DELETE FROM meta WHERE key = 'origin'")
+                journal.file.db.execute("DELETE FROM meta WHERE key = 'origin'")
             elif journal.origin:  # Recorded before the first call. Without one, no policy was ever up.
                 origin.check_policies(journal.origin, origin.named_policies(models), path.parent)
             journal.check_origin(origin.of_settings(models))
@@ -216,13 +217,9 @@ class Journal:
         """Close and unlock the file. Idempotent."""
         self.file.close()
 
-    @property
-    def _db(self) -> sqlite3.Connection:
-        return self.file.db
-
     def _one(self, query: str, *values: Any) -> Any:
         """The first column of the first row, or None."""
-        row = self._db.execute(query, values).fetchone()
+        row = self.file.db.execute(query, values).fetchone()
         return None if row is None else row[0]
 
     # ---- the run -------------------------------------------------------------------------------------------
@@ -294,7 +291,7 @@ class Journal:
 
     def count(self, kind: CountKind, name: str, number: int = 1, batch: int = 0) -> None:
         """Add to a count."""
-        self._db.execute(
+        self.file.db.execute(
             "INSERT INTO counts VALUES (NULL, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET number = number + excluded.number",
             (kind, batch, name, number),
         )
@@ -302,7 +299,7 @@ class Journal:
     def counts(self, kind: CountKind, batch: int = 0) -> dict[str, int]:
         """The counts of a kind by name, in the order in which they were first added to."""
         query = "SELECT name, number FROM counts WHERE kind = ? AND batch = ? ORDER BY seq"
-        return dict(self._db.execute(query, (kind, batch)))
+        return dict(self.file.db.execute(query, (kind, batch)))
 
     def outcomes(self) -> dict[str, int]:
         """Episodes since the data dir was made, by outcome. Trained and dropped ones are in `finished`, too."""
@@ -310,11 +307,13 @@ class Journal:
 
     def forget_lost(self, batch: int) -> None:
         """Delete the counts of what was lost before a batch."""
-        self._db.execute("DELETE FROM counts WHERE kind IN ('lost_groups', 'lost_episodes') AND batch < ?", (batch,))
+        self.file.db.execute(
+            "DELETE FROM counts WHERE kind IN ('lost_groups', 'lost_episodes') AND batch < ?", (batch,)
+        )
 
     def code_versions(self) -> dict[str, OutcomeCounts]:
         """Outcomes of training episodes by version of the agent's code; the last used versions, the newest last."""
-        rows = self._db.execute(
+        rows = self.file.db.execute(
             "SELECT version, episodes, finished, aborted, not_needed, reward_sum FROM code_versions "
             "ORDER BY last_episode"
         )
@@ -324,12 +323,12 @@ class Journal:
         """Count an episode of a code version, as the last used one. Older ones than `CODE_VERSIONS_KEPT` start again
         from 0 when they are used again.
         """
-        self._db.execute(
+        self.file.db.execute(
             "INSERT INTO code_versions VALUES (?, ?, 1, 0, 0, 0, 0.0) ON CONFLICT DO UPDATE "
             "SET episodes = episodes + 1, last_episode = excluded.last_episode",
             (episode.code_version, episode.seq),
         )
-        self._db.execute(
+        self.file.db.execute(
             "DELETE FROM code_versions WHERE version NOT IN "
             "(SELECT version FROM code_versions ORDER BY last_episode DESC LIMIT ?)",
             (CODE_VERSIONS_KEPT,),
@@ -338,7 +337,7 @@ class Journal:
     def code_version_ended(self, episode: EpisodeRecord) -> None:
         """Count the outcome of an episode of a code version."""
         column = "not_needed" if episode.not_needed else "aborted" if episode.reward is None else "finished"
-        self._db.execute(
+        self.file.db.execute(
             f"UPDATE code_versions SET {column} = {column} + 1, reward_sum = reward_sum + ? WHERE version = ?",
             (episode.reward or 0.0, episode.code_version),
         )
@@ -363,7 +362,7 @@ class Journal:
 
     def put_checkpoint(self, stamp: CheckpointStamp) -> None:
         """Record a checkpoint as the one of its version."""
-        self._db.execute("INSERT OR REPLACE INTO checkpoints VALUES (?, ?)", (stamp.policy_version, stamp.digest))
+        self.file.db.execute("INSERT OR REPLACE INTO checkpoints VALUES (?, ?)", (stamp.policy_version, stamp.digest))
 
     # ---- episodes and groups -------------------------------------------------------------------------------
 
@@ -373,7 +372,7 @@ class Journal:
             (to_json(value) if value else "{}") if is_mapping else value
             for value, is_mapping in zip(_VALUES(episode), _IS_MAPPING, strict=True)
         ]
-        self._db.execute(_PUT_EPISODE, (*values, episode.is_settled))
+        self.file.db.execute(_PUT_EPISODE, (*values, episode.is_settled))
 
     def episode(self, episode_id: str) -> EpisodeRecord | None:
         return next(iter(self._episodes("id = ?", (episode_id,))), None)
@@ -411,7 +410,7 @@ class Journal:
         total = None
         if query.count:
             counting = f"SELECT count(*) FROM episodes WHERE {' AND '.join(conditions)}"
-            total = self._db.execute(counting, values).fetchone()[0]
+            total = self.file.db.execute(counting, values).fetchone()[0]
         if query.before:
             conditions.append(
                 f"seq {direction} :seq" if key == "seq" else f"({key} {direction} :key OR {key} = :key AND seq < :seq)"
@@ -444,7 +443,7 @@ class Journal:
         )
 
     def _episodes(self, condition: str, values: Any) -> list[EpisodeRecord]:
-        rows = self._db.execute(f"SELECT {_EPISODE_COLUMNS} FROM episodes WHERE {condition}", values)
+        rows = self.file.db.execute(f"SELECT {_EPISODE_COLUMNS} FROM episodes WHERE {condition}", values)
         return [
             EpisodeRecord(
                 *(
@@ -459,18 +458,18 @@ class Journal:
         """Store a new or changed group. Its members are those episodes of it that are live or finished."""
         values = [getattr(group, name) for name in _GROUP_FIELDS]
         marks = ", ".join("?" * len(values))
-        self._db.execute(f"INSERT OR REPLACE INTO groups ({_GROUP_COLUMNS}) VALUES ({marks})", values)
+        self.file.db.execute(f"INSERT OR REPLACE INTO groups ({_GROUP_COLUMNS}) VALUES ({marks})", values)
 
     def remove_group(self, group_id: int) -> None:
-        self._db.execute("DELETE FROM groups WHERE id = ?", (group_id,))
+        self.file.db.execute("DELETE FROM groups WHERE id = ?", (group_id,))
 
     def groups(self) -> list[Group]:
         """The groups of the present batch, in the order they were opened."""
         members = "SELECT id FROM episodes WHERE group_id = ? AND status IN ('live', 'finished') ORDER BY seq"
         found = []
-        for row in self._db.execute(f"SELECT {_GROUP_COLUMNS} FROM groups ORDER BY id").fetchall():
+        for row in self.file.db.execute(f"SELECT {_GROUP_COLUMNS} FROM groups ORDER BY id").fetchall():
             values = dict(zip(_GROUP_FIELDS, row, strict=True))
-            ids = tuple(one for (one,) in self._db.execute(members, (values["id"],)))
+            ids = tuple(one for (one,) in self.file.db.execute(members, (values["id"],)))
             found.append(Group(**values | {"is_left": bool(values["is_left"]), "members": ids}))
         return found
 
@@ -482,29 +481,29 @@ class Journal:
     def put_task(self, task: TaskStats) -> None:
         """Store new statistics of a task, as the newest."""
         row = (task.task_set, task.task_id, _TASK.dump_json(task).decode())
-        self._db.execute("INSERT OR REPLACE INTO tasks (task_set, task_id, body) VALUES (?, ?, ?)", row)
+        self.file.db.execute("INSERT OR REPLACE INTO tasks (task_set, task_id, body) VALUES (?, ?, ?)", row)
 
     def forget_tasks(self) -> None:
         """Forget the statistics of all tasks."""
-        self._db.execute("DELETE FROM tasks")
+        self.file.db.execute("DELETE FROM tasks")
 
     def add_instance(self, client_id: str, instance_id: str) -> None:
         """Record that a process of a client began an episode."""
-        self._db.execute(
+        self.file.db.execute(
             "INSERT OR IGNORE INTO instances (client_id, instance_id) VALUES (?, ?)", (client_id, instance_id)
         )
 
     def instances(self, client_id: str) -> list[str]:
         """The processes of a client that began episodes, in the order of their first one."""
         query = "SELECT instance_id FROM instances WHERE client_id = ? ORDER BY number"
-        return [str(row[0]) for row in self._db.execute(query, (client_id,))]
+        return [str(row[0]) for row in self.file.db.execute(query, (client_id,))]
 
     # ---- calls ---------------------------------------------------------------------------------------------
 
     def add_call(self, call: Call, body: bytes) -> None:
         """Record a call. `body` is what `encode_call` returned for it."""
         call_id, *facts = CallFacts.of(call)
-        self._db.execute(
+        self.file.db.execute(
             "INSERT INTO calls (id, episode_id, undelivered, body, role, after_call, retry_of, untrained, num_tokens, "
             "num_bytes) VALUES (?, ?, FALSE, ?, ?, ?, ?, ?, ?, ?)",
             (call_id, call.episode_id, body.decode(), *facts, len(body)),
@@ -512,7 +511,7 @@ class Journal:
 
     def calls(self, episode_id: str) -> list[RecordedCall]:
         """An episode's calls in the order they were recorded, with the encoded pieces of suffix and completion."""
-        rows = self._db.execute("SELECT body FROM calls WHERE episode_id = ? ORDER BY seq", (episode_id,))
+        rows = self.file.db.execute("SELECT body FROM calls WHERE episode_id = ? ORDER BY seq", (episode_id,))
         return [_CALL.validate_json(body) for (body,) in rows]
 
     def first_call(self, episode_id: str) -> Call | None:
@@ -530,22 +529,24 @@ class Journal:
     def call_facts(self, episode_id: str) -> list[CallFacts]:
         """Facts about an episode's calls, in the order they were recorded. No call is parsed."""
         query = "SELECT id, role, after_call, retry_of, untrained, num_tokens FROM calls WHERE episode_id = ?"
-        return [CallFacts(*row) for row in self._db.execute(f"{query} ORDER BY seq", (episode_id,))]
+        return [CallFacts(*row) for row in self.file.db.execute(f"{query} ORDER BY seq", (episode_id,))]
 
     def add_undelivered(self, call_ids: Iterable[str]) -> None:
         """Record that these answers did not reach their agent."""
-        self._db.executemany("UPDATE calls SET undelivered = TRUE WHERE id = ?", [(call_id,) for call_id in call_ids])
+        self.file.db.executemany(
+            "UPDATE calls SET undelivered = TRUE WHERE id = ?", [(call_id,) for call_id in call_ids]
+        )
 
-    def undelivered(self, episode_id: str) -> frozenset[str]:
-        """The episode's calls whose answer did not reach the agent, according to the transport."""
-        rows = self._db.execute("SELECT id FROM calls WHERE episode_id = ? AND undelivered", (episode_id,))
-        return frozenset(row[0] for row in rows)
+    def orphans(self, episode_id: str) -> dict[str, OrphanReason]:
+        """The calls of an episode that are not trained, with the reason. No call is parsed."""
+        rows = self.file.db.execute("SELECT id FROM calls WHERE episode_id = ? AND undelivered", (episode_id,))
+        return orphans(self.call_facts(episode_id), {row[0] for row in rows})
 
     def keep_transcript(self, episode_id: str, reason: str, most: int) -> None:
         """Keep the calls of an ended episode beyond their replay, for people, as one of the `most` newest of a reason.
         An episode without calls is left out.
         """
-        self._db.execute(
+        self.file.db.execute(
             "INSERT OR REPLACE INTO transcripts (episode_id, reason, most, num_bytes) "
             "SELECT episode_id, ?, ?, SUM(num_bytes) FROM calls WHERE episode_id = ? "
             "GROUP BY episode_id",
@@ -562,18 +563,18 @@ class Journal:
             batch.composed,
             to_json(batch.carry),
         )
-        self._db.execute("INSERT INTO batches (id, groups, job, composed, carry) VALUES (?, ?, ?, ?, ?)", row)
+        self.file.db.execute("INSERT INTO batches (id, groups, job, composed, carry) VALUES (?, ?, ?, ?, ?)", row)
 
     def batches(self, start: int, stop: int | None = None) -> list[Batch]:
         """Batches from `start` on, before `stop`, in order, learned or not."""
         query = f"SELECT {_BATCH_COLUMNS} FROM batches WHERE id >= ? AND id < ? ORDER BY id"
-        return [self._batch(*row) for row in self._db.execute(query, (start, 2**62 if stop is None else stop))]
+        return [self._batch(*row) for row in self.file.db.execute(query, (start, 2**62 if stop is None else stop))]
 
     def stored_batch(self, batch_id: int) -> Callable[[], Batch]:
         """Reads a batch. The returned function makes it, without the file: its recipe may import a plug-in. It raises
         `ConfigError` if the recipe can no longer be read.
         """
-        row = self._db.execute(f"SELECT {_BATCH_COLUMNS} FROM batches WHERE id = ?", (batch_id,)).fetchone()
+        row = self.file.db.execute(f"SELECT {_BATCH_COLUMNS} FROM batches WHERE id = ?", (batch_id,)).fetchone()
         return partial(self._batch, *row)
 
     def first_group(self, batch_id: int) -> tuple[str, ...]:
@@ -610,24 +611,24 @@ class Journal:
 
     def remove_batches(self, start: int) -> None:
         """Delete the batches from `start` on, learned or not."""
-        self._db.execute("DELETE FROM operations WHERE batch_id >= ?", (start,))
-        self._db.execute("DELETE FROM batches WHERE id >= ?", (start,))
+        self.file.db.execute("DELETE FROM operations WHERE batch_id >= ?", (start,))
+        self.file.db.execute("DELETE FROM batches WHERE id >= ?", (start,))
 
     def put_operation(self, policy: str, number: int, kind: str, batch_id: int) -> None:
-        self._db.execute("INSERT OR REPLACE INTO operations VALUES (?, ?, ?, ?)", (policy, number, kind, batch_id))
+        self.file.db.execute("INSERT OR REPLACE INTO operations VALUES (?, ?, ?, ?)", (policy, number, kind, batch_id))
 
     def operations(self, policy: str) -> list[tuple[int, str, int]]:
         """All operations on a policy, in order: number, kind and batch."""
         query = "SELECT number, kind, batch_id FROM operations WHERE policy = ? ORDER BY number"
-        return list(self._db.execute(query, (policy,)))
+        return list(self.file.db.execute(query, (policy,)))
 
     def add_step(self, batch_id: int, metrics: Mapping[str, float]) -> None:
         """Record that a batch was learned."""
-        self._db.execute("UPDATE batches SET metrics = ? WHERE id = ?", (to_json(metrics), batch_id))
+        self.file.db.execute("UPDATE batches SET metrics = ? WHERE id = ?", (to_json(metrics), batch_id))
 
     def put_fingerprints(self, batch_id: int, fingerprints: Mapping[str, int]) -> None:
         """Record the fingerprints of the weights that a batch led to, by policy."""
-        self._db.execute("UPDATE batches SET fingerprint = ? WHERE id = ?", (to_json(fingerprints), batch_id))
+        self.file.db.execute("UPDATE batches SET fingerprint = ? WHERE id = ?", (to_json(fingerprints), batch_id))
 
     def fingerprints(self, batch_id: int) -> dict[str, int]:
         """The fingerprints of a learned batch; empty if an older version learned it."""
@@ -637,20 +638,9 @@ class Journal:
         """The metrics of a learned batch; empty if this run did not learn it."""
         return dict(json.loads(self._one("SELECT metrics FROM batches WHERE id = ?", batch_id) or "{}"))
 
-    def recent_steps(self, limit: int) -> dict[int, dict[str, float]]:
-        """The metrics of the newest learned batches by batch, the newest last."""
-        query = "SELECT id, metrics FROM batches WHERE metrics IS NOT NULL ORDER BY id DESC LIMIT ?"
-        rows = self._db.execute(query, (limit,)).fetchall()
-        return {batch_id: json.loads(metrics) for batch_id, metrics in reversed(rows)}
-
-    def first_steps(self, limit: int) -> list[dict[str, float]]:
-        """The metrics of the first learned batches, the newest last."""
-        query = "SELECT metrics FROM batches WHERE metrics IS NOT NULL ORDER BY id LIMIT ?"
-        return [json.loads(metrics) for (metrics,) in self._db.execute(query, (limit,))]
-
     def batch_records(self, before: int | None, limit: int) -> list[BatchRecord]:
         """The newest batches, or those before one, newest first."""
-        rows = self._db.execute(
+        rows = self.file.db.execute(
             "SELECT id, groups, job, composed, metrics FROM batches WHERE id < ? ORDER BY id DESC LIMIT ?",
             (2**62 if before is None else before, limit),
         )
@@ -671,7 +661,7 @@ class Journal:
         `names` are the metrics to return; empty for all.
         """
         order = "DESC" if after is None else "ASC"
-        rows = self._db.execute(
+        rows = self.file.db.execute(
             "SELECT id + 1, composed, metrics FROM batches "
             f"WHERE metrics IS NOT NULL AND id >= ? ORDER BY id {order} LIMIT ?",
             (0 if after is None else after, limit),
@@ -689,15 +679,18 @@ class Journal:
     def recall(self, scope: str, key: str) -> tuple[str, str] | None:
         """The fingerprint of the request that used this key, and the episode it was about."""
         query = "SELECT fingerprint, episode_id FROM idempotency WHERE scope = ? AND key = ?"
-        found: tuple[str, str] | None = self._db.execute(query, (scope, key)).fetchone()
+        found: tuple[str, str] | None = self.file.db.execute(query, (scope, key)).fetchone()
         return found
 
     def remember(self, scope: str, key: str, fingerprint: str, episode_id: str, created: float) -> None:
-        self.file.insert("idempotency", (scope, key, fingerprint, episode_id, created))
+        row = (scope, key, fingerprint, episode_id, created)
+        self.file.db.execute("INSERT INTO idempotency VALUES (?, ?, ?, ?, ?)", row)
 
     def add_event(self, kind: str, time: float, body: Mapping[str, Any]) -> Event:
-        seq = self.file.insert("events", (None, kind, time, to_json(body)))
-        return Event(seq=seq, kind=kind, time=time, body=dict(body))
+        row = (kind, time, to_json(body))
+        added = self.file.db.execute("INSERT INTO events (kind, time, body) VALUES (?, ?, ?)", row)
+        assert added.lastrowid is not None
+        return Event(seq=added.lastrowid, kind=kind, time=time, body=dict(body))
 
     def events(self, after: int = 0, limit: int = 1000) -> list[Event]:
         """The oldest `limit` events numbered above `after`."""
@@ -706,7 +699,7 @@ class Journal:
     def event_kinds(self, after: int, last: int) -> dict[str, int]:
         """Number of events of each kind among the oldest 1,000 above `after`, up to `last`."""
         chosen = "SELECT kind FROM events WHERE seq > ? AND seq <= ? ORDER BY seq LIMIT 1000"
-        rows = self._db.execute(f"SELECT kind, COUNT(*) FROM ({chosen}) GROUP BY kind", (after, last))
+        rows = self.file.db.execute(f"SELECT kind, COUNT(*) FROM ({chosen}) GROUP BY kind", (after, last))
         return dict(rows.fetchall())
 
     def events_of(self, kind: str) -> list[Event]:
@@ -726,7 +719,7 @@ class Journal:
         return [view.model_copy(update={"best": True}) if view is best else view for view in views]
 
     def _events(self, condition: str, *values: Any) -> list[Event]:
-        rows = self._db.execute(f"SELECT seq, kind, time, body FROM events WHERE {condition}", values)
+        rows = self.file.db.execute(f"SELECT seq, kind, time, body FROM events WHERE {condition}", values)
         return [Event(seq=seq, kind=kind, time=time, body=json.loads(body)) for seq, kind, time, body in rows]
 
     def last_event(self) -> int:
@@ -743,10 +736,10 @@ class Journal:
         between two of them leaves rows to the next time: transcripts go before their calls, later calls before earlier
         ones, so that no call lacks the one that it continues.
         """
-        displaced = self._db.execute(_DISPLACED, {"limit": transcript_bytes}).fetchall()
+        displaced = self.file.db.execute(_DISPLACED, {"limit": transcript_bytes}).fetchall()
         values = {"durable": state.durable_version, "displaced": json.dumps([seq for seq, _ in displaced])}
-        slices = [*_sliced("transcripts", displaced), *_sliced("calls", self._db.execute(_UNNEEDED_CALLS, values))]
-        old_keys = self._db.execute(
+        slices = [*_sliced("transcripts", displaced), *_sliced("calls", self.file.db.execute(_UNNEEDED_CALLS, values))]
+        old_keys = self.file.db.execute(
             "SELECT scope, key, 0 FROM idempotency WHERE created < ?", (now - IDEMPOTENCY_SECONDS,)
         )
         slices += _sliced("idempotency", old_keys, "scope = ? AND key = ?")
@@ -756,12 +749,12 @@ class Journal:
             "tasks": ("TRUE", (self._one("SELECT MAX(seq) FROM tasks") or 0) - TASKS_KEPT),
         }
         for table, (condition, limit) in limits.items():
-            rows = self._db.execute(f"SELECT seq, 0 FROM {table} WHERE seq <= ? AND {condition}", (limit,))
+            rows = self.file.db.execute(f"SELECT seq, 0 FROM {table} WHERE seq <= ? AND {condition}", (limit,))
             slices += _sliced(table, rows)
         return slices
 
     def delete(self, rows: Slice) -> None:
-        self._db.executemany(f"DELETE FROM {rows.table} WHERE {rows.condition}", rows.keys)
+        self.file.db.executemany(f"DELETE FROM {rows.table} WHERE {rows.condition}", rows.keys)
 
 
 _DISPLACED = """

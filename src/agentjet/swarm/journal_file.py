@@ -12,7 +12,7 @@ import fcntl
 import logging
 import os
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn, Self, TypeGuard
@@ -342,11 +342,6 @@ class JournalFile:
 
     def set_meta(self, key: str, value: str) -> None:
         self.db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))
-
-    def insert(self, table: str, values: Sequence[Any]) -> int:
-        """Insert a row. Returns its number."""
-        marks = ", ".join("?" * len(values))
-        return int(self.db.execute(f"INSERT INTO {table} VALUES ({marks})", tuple(values)).lastrowid or 0)
 
 
 def _is_of_disk(error: BaseException) -> TypeGuard[sqlite3.DatabaseError]:

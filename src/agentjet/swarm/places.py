@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import takewhile
 from statistics import fmean
 
@@ -160,8 +159,8 @@ class Mixture:
 
     def start_batch(self) -> None:
         """The next batch begins to be filled, with the stalled sets."""
-        self._store.undo_with(partial(self._fill, self._filling_since, self._stalled))
-        self._fill(self._clock(), set())
+        self._restore_if_undone()
+        self._filling_since, self._stalled = self._clock(), set()
 
     # ---- the next batch ------------------------------------------------------------------------------------
 
@@ -214,7 +213,7 @@ class Mixture:
         idle = sorted(self._active.keys() - self._busy())
         for name in [name for name in idle if self._active[name] + lease <= now]:
             with self._store.transaction():
-                self._store.undo_with(self._restoring(name))
+                self._restore_if_undone()
                 del self._active[name]
                 self._progress.pop(name, None)
                 self._stalled.discard(name)
@@ -233,8 +232,8 @@ class Mixture:
 
     def stall(self, late: Sequence[str]) -> list[Group]:
         """Fill this batch without these sets. Returns their open groups."""
+        self._restore_if_undone()
         for name in late:
-            self._store.undo_with(self._restoring(name))
             self._stalled.add(name)
             self._store.emit("task_set", {"task_set": name, "state": "stalled"})
         return [group for group in self._store.groups.values() if group.state == "open" and group.task_set in late]
@@ -258,7 +257,7 @@ class Mixture:
 
     def shares(self) -> dict[str, TaskSetStatus]:
         """Every named set that has a weight, or groups in the present or a recent batch."""
-        recent, prefix = [*self._store.steps.values()], "batch/share/"
+        recent, prefix = [step.metrics for step in self._store.steps], "batch/share/"
         seen = {name.removeprefix(prefix) for step in recent for name in step if name.startswith(prefix)}
         names = seen | {group.task_set for group in self._store.groups.values()} | set(self._store.job.task_weights)
         return {name: self._share(name, recent) for name in sorted(names - {"", OTHERS})}
@@ -277,28 +276,19 @@ class Mixture:
     # ---- inside --------------------------------------------------------------------------------------------
 
     def _mark_active(self, task_set: str, *, progress: bool = False) -> None:
-        self._store.undo_with(self._restoring(task_set))
+        self._restore_if_undone()
         if task_set not in self._active or progress:
             self._progress[task_set] = self._clock()
         self._active[task_set] = self._clock()
 
-    def _fill(self, since: float, stalled: set[str]) -> None:
-        self._filling_since, self._stalled = since, stalled
-
-    def _restoring(self, task_set: str) -> Callable[[], None]:
-        """Returns a function that restores the facts of a set."""
-        times = (self._active, self._progress)
-        before, is_stalled = [of.get(task_set) for of in times], task_set in self._stalled
+    def _restore_if_undone(self) -> None:
+        """Keep the present facts for the case that the transaction is undone."""
+        before = dict(self._active), dict(self._progress), self._filling_since, set(self._stalled)
 
         def restore() -> None:
-            for of, time in zip(times, before, strict=True):
-                if time is None:
-                    of.pop(task_set, None)
-                else:
-                    of[task_set] = time
-            self._stalled.add(task_set) if is_stalled else self._stalled.discard(task_set)
+            self._active, self._progress, self._filling_since, self._stalled = before
 
-        return restore
+        self._store.restores.append(restore)
 
     def _busy(self) -> set[str]:
         return {episode.task_set for episode in self._store.live() if episode.mode == "train"}
@@ -384,7 +374,7 @@ class Places:
             self._opened -= Counter([opened])
             self._waits = waits | self._waits  # In the order of before.
 
-        self._store.undo_with(restore)
+        self._store.restores.append(restore)
 
     @contextmanager
     def held(self, request: BeginRequest, refusal: Later) -> Iterator[None]:

@@ -1,8 +1,8 @@
-"""`Store`: the journal and the state in memory, changed together. `Leases`: activity, the one state not journaled.
+"""`Store`: the journal and the state in memory, changed together. `Leases`: activity, which is not journaled.
 
 Memory has the unsettled episodes and the groups of the present batch, so it does not grow with the length of a run.
 Every change is written to its row at once. After a failed transaction the rows that changed since the last commit are
-read again, and what no row records is restored: see `Store.undo_with`. The store finds and keeps; the rules are in
+read again, and what no row records is restored: see `Store.restores`. The store finds and keeps; the rules are in
 `episodes`, `groups`, `places` and `batches`.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 from agentjet.config import JobConfig, changed_settings
 from agentjet.errors import Conflict, Later
 from agentjet.protocol import Event, Request
-from agentjet.swarm.journal import Journal, Slice
+from agentjet.swarm.journal import Journal, Slice, StepRecord
 from agentjet.swarm.state import Batch, EpisodeRecord, Group, JobSettings, State
 from agentjet.timeline.tree import ConversationTree
 
@@ -65,8 +65,8 @@ class Store:
     settings: JobSettings | None
     pending: Batch | None
     """The batch that is composed and not yet learned."""
-    steps: dict[int, dict[str, float]]
-    """Metrics of the newest learned batches by batch, the newest last."""
+    steps: list[StepRecord]
+    """The newest learned batches, the newest last."""
     trees: dict[str, dict[str, ConversationTree]]
     """Conversations of live episodes, by episode and role: all of an episode or none. A cache of the journal."""
 
@@ -94,14 +94,16 @@ class Store:
         self._committed: list[Event] = []
         self._changed: set[str] = set()
         """Episodes that were put since the last commit."""
-        self._restores: list[Callable[[], object]] = []
-        """See `undo_with`."""
+        self.restores: list[Callable[[], object]] = []
+        """The opposites of changes in memory that no row records. Each is added inside the transaction of its change,
+        or after it and before its commit. They are called if the transaction is undone, by itself or with its commit.
+        """
         self.is_undone = False
         """True after changes were undone, until the owner sets it to False. No event shows that, so everything that
         waits for the state must look at it again.
         """
         self.episodes = {episode.id: episode for episode in journal.unsettled_episodes()}
-        self.steps = journal.recent_steps(RECENT_STEPS)
+        self.steps = journal.steps(None, RECENT_STEPS)
         self.trees = {}
         self._load()
 
@@ -124,9 +126,14 @@ class Store:
 
     @property
     def job(self) -> JobConfig:
-        """The job settings in force."""
+        """The job settings in force. A batch keeps those it was composed with."""
         assert self.settings is not None, "job settings are stored before they are used"
         return self.settings.job
+
+    @property
+    def job_revision(self) -> int:
+        """Number of the settings in force; each change counts, from 1."""
+        return 0 if self.settings is None else self.settings.revision
 
     def episode(self, episode_id: str) -> EpisodeRecord:
         """Any episode that the journal keeps. Raises `NotFound`."""
@@ -138,7 +145,8 @@ class Store:
     @property
     def last_step(self) -> Mapping[str, float]:
         """Metrics of the newest learned batch; empty if this run did not learn it."""
-        return self.steps.get(self.policy_version - 1, {})
+        is_newest = bool(self.steps) and self.steps[-1].version == self.policy_version
+        return self.steps[-1].metrics if is_newest else {}
 
     @property
     def is_over(self) -> bool:
@@ -172,7 +180,7 @@ class Store:
         if self.file.in_transaction:
             yield
             return
-        marks = len(self._outbox), len(self._restores)
+        marks = len(self._outbox), len(self.restores)
         try:
             with self.file.transaction():
                 yield
@@ -185,15 +193,9 @@ class Store:
             self._confirm()
             self.announce()
 
-    def undo_with(self, restore: Callable[[], object]) -> None:
-        """Register the opposite of a change in memory that no row records: inside the transaction of the change, or
-        after it and before its commit. It is called if the transaction is undone, by itself or with its commit.
-        """
-        self._restores.append(restore)
-
     def _confirm(self) -> None:
         self._changed.clear()
-        self._restores.clear()
+        self.restores.clear()
         self._committed += self._outbox
         self._outbox.clear()
 
@@ -205,7 +207,7 @@ class Store:
         try:
             self._load()
             if self.policy_version != version:  # The steps change with it only.
-                self.steps = self.journal.recent_steps(RECENT_STEPS)
+                self.steps = self.journal.steps(None, RECENT_STEPS)
             rows = [self.journal.episode(episode_id) for episode_id in self._changed]
         except sqlite3.Error as error:
             raise self.file.refuse_writes(error) from error
@@ -213,8 +215,8 @@ class Store:
         kept += [row for row in rows if row is not None and not row.is_settled]
         self.episodes = {episode.id: episode for episode in sorted(kept, key=lambda episode: episode.seq)}
         self.trees = {episode_id: trees for episode_id, trees in self.trees.items() if episode_id in self.episodes}
-        while len(self._restores) > num_restores:
-            self._restores.pop()()
+        while len(self.restores) > num_restores:
+            self.restores.pop()()
 
     def defer_commits(self, on_uncommitted: Callable[[], None]) -> None:
         """From here on the next `commit` commits a change, and the `sync` after it has the change on disk.
@@ -258,7 +260,9 @@ class Store:
     # ---- changes, inside a transaction ---------------------------------------------------------------------
 
     def put(self, episode: EpisodeRecord) -> None:
-        """Record a new or changed episode, and count it. A settled one leaves memory."""
+        """Record a new or changed episode, and count it. A settled one leaves memory. Emits an event when an episode
+        begins or ends; its conversation trees are released at its end.
+        """
         assert self.file.in_transaction, "changes are made in transactions"
         before = self.episodes.get(episode.id)
         self._changed.add(episode.id)
@@ -271,6 +275,10 @@ class Store:
         self.journal.put_episode(episode)
         if before is None and episode.seq % PRUNE_EVERY == 0:
             self.is_prune_due = True
+        if before is None or (before.ended is None and episode.ended is not None):
+            self.emit("episode", _event_body(episode))
+        if episode.ended is not None and (trees := self.trees.pop(episode.id, None)) is not None:
+            self.restores.append(lambda: self.trees.setdefault(episode.id, trees))
 
     def _count(self, before: EpisodeRecord | None, after: EpisodeRecord) -> None:
         journal = self.journal
@@ -313,11 +321,6 @@ class Store:
         elif episode.mode == "eval":
             self.journal.keep_transcript(episode.id, f"eval {episode.task_set}/{episode.task_id}", 1)
 
-    def forget_trees(self, episode_id: str) -> None:
-        """Release the conversations of an ended episode."""
-        if (trees := self.trees.pop(episode_id, None)) is not None:
-            self.undo_with(lambda: self.trees.setdefault(episode_id, trees))
-
     def change(self, **versions: int) -> None:
         """Record other versions. A new policy version ends the counts of losses before it."""
         self.state = replace(self.state, **versions)
@@ -338,11 +341,9 @@ class Store:
 
     def put_job(self, job: JobConfig, *, given: JobConfig | None = None) -> None:
         """Put job settings in force; `given` if the server was started with them."""
-        old = self.settings
-        if old is None or given is not None:
-            self.settings = JobSettings(1 if old is None else old.revision + 1, given or job, job)
-        else:
-            self.settings = replace(old, revision=old.revision + 1, job=job)
+        if given is None:
+            given = job if self.settings is None else self.settings.given
+        self.settings = JobSettings(self.job_revision + 1, given, job)
         self.journal.put_job_settings(self.settings)
 
     def start_job(self, given: JobConfig) -> str:
@@ -389,6 +390,23 @@ class Store:
         """Store a key inside the transaction with its effect, so that both are on disk or neither."""
         if key is not None:
             self.journal.remember(scope, key, request.digest(), episode_id, self._clock())
+
+
+def _event_body(episode: EpisodeRecord) -> dict[str, Any]:
+    """The body of the event that an episode began or ended."""
+    body: dict[str, Any] = {
+        "episode_id": episode.id,
+        "status": episode.status,
+        "mode": episode.mode,
+        "task_id": episode.task_id,
+        "task_set": episode.task_set,
+        "group": episode.group,
+        "client_id": episode.client_id,
+        "code_version": episode.code_version,
+    }
+    if episode.status != "live":
+        body |= {"reward": episode.reward, "reason": episode.reason, "num_calls": episode.num_calls}
+    return body
 
 
 class Leases:
