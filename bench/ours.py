@@ -16,9 +16,8 @@ import numpy as np
 
 from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.model import load_policy
-from agentjet.compute.embedded.policy_host import HEAP
 from agentjet.compute.embedded.sampler import ModelSampler, NewToken
-from agentjet.compute.embedded.worker import make_deterministic
+from agentjet.compute.rank import HEAP, make_deterministic
 from agentjet.config import JobConfig, ModelConfig, SamplerConfig
 from agentjet.config.schema import OptimizerConfig
 from agentjet.recipes.baselines import Grpo

@@ -37,7 +37,7 @@ def our_sampler(model: str, threads: int, *, max_concurrent: int, cache_tokens: 
     """The served sampler. Its policy never ends by itself."""
     from agentjet.compute.embedded.model import load_policy
     from agentjet.compute.embedded.sampler import ModelSampler
-    from agentjet.compute.embedded.worker import make_deterministic
+    from agentjet.compute.rank import make_deterministic
     from agentjet.config import ModelConfig
 
     make_deterministic()

@@ -14,13 +14,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from agentjet.compute.cluster.rank import publish
 from agentjet.compute.cluster.weights import WeightsServer
 from agentjet.compute.embedded import checkpoint
 from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.policy import Policy
 from agentjet.compute.embedded.rank_group import RankGroup, Sharding
 from agentjet.compute.protocol import LossSpec
+from agentjet.compute.rank import publish
 from agentjet.config import JobConfig, OptimizerConfig
 from agentjet.errors import CheckpointError, ConfigError, RecipeError
 from tests.compute.baseline import Double

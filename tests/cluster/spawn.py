@@ -8,7 +8,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 HOST = "127.0.0.1"
-PRELOADED = ("agentjet.compute.cluster.rank",)
+PRELOADED = ("agentjet.compute.rank",)
 """Modules that the process from which all ranks are forked imports once: a rank alone would take five seconds of it."""
 
 
@@ -17,7 +17,7 @@ def spawn(num_ranks: int, function: Callable[..., Any], *arguments: Any) -> list
 
     Raises `RuntimeError` if a rank fails. The function must be importable.
     """
-    from agentjet.compute.cluster.rank import Rendezvous
+    from agentjet.compute.embedded.rank_group import Rendezvous
 
     rendezvous = Rendezvous(HOST)
     context = multiprocessing.get_context("forkserver")
@@ -52,9 +52,8 @@ def _run(
 ) -> None:
     import torch
 
-    from agentjet.compute.cluster.rank import join
-    from agentjet.compute.embedded.rank_group import RankGroup
-    from agentjet.compute.embedded.worker import make_deterministic
+    from agentjet.compute.embedded.rank_group import RankGroup, join
+    from agentjet.compute.rank import make_deterministic
 
     torch.set_num_threads(1)
     make_deterministic()

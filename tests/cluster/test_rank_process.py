@@ -29,7 +29,7 @@ from agentjet.compute.cluster.weights import PROBE_TOKENS, Publication
 from agentjet.compute.embedded.model import load_policy
 from agentjet.compute.protocol import LossSpec
 from agentjet.compute.ranks import Ranks
-from agentjet.config import ComputeConfig, JobConfig, ModelConfig, OptimizerConfig
+from agentjet.config import ComputeConfig, JobConfig, ModelConfig, OptimizerConfig, SamplerConfig
 from agentjet.errors import ConfigError, HookHung, OperationConflict, WorkerDied, WorkerHung
 from agentjet.processes.guardian import Launch
 from agentjet.processes.placement import LocalPlacement
@@ -42,7 +42,7 @@ from tests.tiny import make_model
 pytestmark = pytest.mark.thorough
 
 POLICY = PolicyId()
-COMMAND = [sys.executable, "-P", "-m", "agentjet.compute.cluster.rank"]
+COMMAND = [sys.executable, "-P", "-m", "agentjet.compute"]
 
 
 @asynccontextmanager
@@ -61,7 +61,7 @@ async def two_ranks(
     try:
         await group.start()
         await group.join()
-        info = await group.ask("add", POLICY, tiny(folder), compute)
+        info = await group.ask("add", POLICY, tiny(folder), SamplerConfig(), compute)
         assert info == load_policy(tiny(folder)).info
         yield group, [psutil.Process(int(re.findall(r"\d+", supervisor.place(name))[0])) for name in names]
     finally:

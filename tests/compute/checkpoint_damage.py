@@ -21,8 +21,8 @@ from typing import Any, cast
 
 from agentjet.compute.backend import Hosted, ProcessCompute
 from agentjet.compute.embedded.checkpoint import STATE_FILE, seal
-from agentjet.compute.embedded.worker import Worker
 from agentjet.compute.operations import OperationLog
+from agentjet.compute.rank import Rank
 from agentjet.config import ModelConfig, ServeConfig
 from agentjet.errors import AgentJetError, ComputeError, WorkerDied
 from agentjet.server.gateway import Gateway
@@ -197,7 +197,7 @@ class LocalWorker(ProcessCompute):
 
     def __init__(self, config: ServeConfig) -> None:
         super().__init__(config)
-        self.worker = Worker(lambda message: None)
+        self.worker = Rank(lambda message: None)
         self.num_starts: Counter[PolicyId] = Counter()
         self._first: dict[PolicyId, tuple[ModelInfo, Any]] = {}
         """Each policy's model, and its learner's state of version 0."""

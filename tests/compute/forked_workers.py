@@ -43,7 +43,7 @@ class ForkedWorker:
 
 async def start(placement: LocalPlacement, launch: Launch) -> ForkedWorker:
     """Takes the place of `LocalPlacement.start`."""
-    assert launch.command[1:4] == ("-P", "-m", "agentjet.compute.embedded")
+    assert launch.command[1:4] == ("-P", "-m", "agentjet.compute")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
     launch.log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -54,8 +54,8 @@ async def start(placement: LocalPlacement, launch: Launch) -> ForkedWorker:
 
 
 def _serve(environment: Mapping[str, str], log: Path, arguments: tuple[str, ...]) -> None:
-    """Be a worker, as `python -m agentjet.compute.embedded` is."""
-    from agentjet.compute.embedded.worker import main
+    """Be a worker, as `python -m agentjet.compute` is."""
+    from agentjet.compute.rank import main
 
     os.environ.update(environment)
     with log.open("ab") as file:

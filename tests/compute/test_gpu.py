@@ -30,7 +30,7 @@ from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.policy import Policy
 from agentjet.compute.embedded.rank_group import RankGroup, Sharding
 from agentjet.compute.embedded.sampler import ModelSampler
-from agentjet.compute.embedded.worker import make_deterministic
+from agentjet.compute.rank import make_deterministic
 from agentjet.compute.token_choice import sample_tokens
 from agentjet.config import JobConfig, OptimizerConfig
 from agentjet.recipes.registry import make_recipe

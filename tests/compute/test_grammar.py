@@ -23,7 +23,7 @@ import torch
 from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.policy import Policy
 from agentjet.compute.embedded.sampler import ModelSampler, NewToken
-from agentjet.compute.embedded.worker import Worker
+from agentjet.compute.rank import Rank
 from agentjet.compute.token_choice import MAX_GRAMMARS, Grammars, sample_tokens
 from agentjet.config import JobConfig, SamplerConfig
 from agentjet.errors import GrammarError, OutOfCache, PolicyRemoved
@@ -233,7 +233,7 @@ class Slow:
         monkeypatch.setattr(Grammars, "_compile", wait)
         self.folder = folder
         self.sent: list[Any] = []
-        self.worker = Worker(self.sent.append)
+        self.worker = Rank(self.sent.append)
         self.add()
 
     def add(self) -> None:

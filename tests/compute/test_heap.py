@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from agentjet.compute.embedded import policy_host
-from agentjet.compute.embedded.policy_host import Heap
+from agentjet.compute import rank
+from agentjet.compute.rank import Heap
 
 
 def resident() -> int:
@@ -33,7 +33,7 @@ def test_holes_in_the_heap_are_given_back() -> None:
 def test_what_is_kept_has_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = SimpleNamespace(rss=100, available=1000)
     process = SimpleNamespace(memory_info=lambda: sizes)
-    monkeypatch.setattr(policy_host, "psutil", SimpleNamespace(Process=lambda: process, virtual_memory=lambda: sizes))
+    monkeypatch.setattr(rank, "psutil", SimpleNamespace(Process=lambda: process, virtual_memory=lambda: sizes))
     trimmed = []
     heap = Heap()
     monkeypatch.setattr(heap, "trim", lambda: trimmed.append((sizes.rss, sizes.available)))

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.policy import Policy
-from agentjet.compute.embedded.worker import make_deterministic
+from agentjet.compute.rank import make_deterministic
 from agentjet.config import JobConfig, OptimizerConfig
 from agentjet.recipes.registry import make_recipe
 from agentjet.timeline.batch import Facts, TrainingBatch

@@ -25,10 +25,9 @@ import torch
 
 from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.policy import Policy
-from agentjet.compute.embedded.policy_host import PolicyHost
-from agentjet.compute.embedded.worker import Worker
 from agentjet.compute.operations import MAX_RESULTS, OperationLog
 from agentjet.compute.protocol import LossSpec
+from agentjet.compute.rank import PolicyHost, Rank
 from agentjet.config import JobConfig, OptimizerConfig, SamplerConfig
 from agentjet.errors import ComputeError, OperationConflict, RecipeError
 from agentjet.processes.rpc import LargeRequest, Part, ProcessRequest, encode, requests
@@ -194,8 +193,8 @@ JOB = JobConfig(
 )
 
 
-def hosted_policy(folder: Path) -> tuple[Worker, PolicyHost]:
-    worker = Worker(lambda message: None)
+def hosted_policy(folder: Path) -> tuple[Rank, PolicyHost]:
+    worker = Rank(lambda message: None)
     worker.handle("add", POLICY, model_config(folder), SamplerConfig())
     return worker, worker.policies[POLICY]
 

@@ -31,9 +31,9 @@ from agentjet.compute.backend import ProcessCompute
 from agentjet.compute.embedded.model import BaseModel
 from agentjet.compute.embedded.policy import Policy
 from agentjet.compute.embedded.sampler import ModelSampler
-from agentjet.compute.embedded.worker import Worker
 from agentjet.compute.operations import learn
 from agentjet.compute.protocol import LossSpec
+from agentjet.compute.rank import Rank
 from agentjet.compute.ranks import Ranks
 from agentjet.config import JobConfig, LoraConfig, ModelConfig, OptimizerConfig, SamplerConfig, ServeConfig
 from agentjet.errors import (
@@ -63,16 +63,16 @@ OTHERS = (B, PolicyId("other", "c"), PolicyId("third"))
 model_of = partial(model_config, rank=4)
 
 
-def add(worker: Worker, policy: PolicyId, model: ModelConfig) -> None:
+def add(worker: Rank, policy: PolicyId, model: ModelConfig) -> None:
     worker.handle("add", policy, model, SamplerConfig(cache_tokens=4096))
 
 
-def sample(worker: Worker, policy: PolicyId, id: int, max_tokens: int = 6) -> None:
+def sample(worker: Rank, policy: PolicyId, id: int, max_tokens: int = 6) -> None:
     params = SamplingParams(max_tokens=max_tokens, seed=id, temperature=2.0)
     worker.handle("sample", policy, id, tokens(1, 30), params)
 
 
-def train(worker: Worker, policy: PolicyId, version: int, batch: TrainingBatch, job: JobConfig) -> None:
+def train(worker: Rank, policy: PolicyId, version: int, batch: TrainingBatch, job: JobConfig) -> None:
     worker.handle("load_batch", policy, batch)
     worker.handle("forward_backward", policy, Op.of(policy, 2 * version), batch.id, LossSpec.of(job))
     worker.handle("optim_step", policy, Op.of(policy, 2 * version + 1), job.optimizer)
@@ -91,7 +91,7 @@ def test_training_beside_other_policies_is_bit_equal_to_training_alone(tiny_fold
     ]
 
     def trained(others: tuple[PolicyId, ...], *, last: bool) -> str:
-        worker = Worker(lambda message: None)
+        worker = Rank(lambda message: None)
         policies = (*others, A) if last else (A, *others)
         for policy in policies:
             add(worker, policy, model_of(tiny_folder, dtype=dtype))
@@ -147,7 +147,7 @@ def test_a_diverged_adapter_fails_alone(tiny_folder: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["llama", "lfm2"])
 def test_a_step_of_one_policy_pauses_and_invalidates_that_policy_only(tmp_path: Path, kind: str) -> None:
-    worker = Worker(lambda message: None)
+    worker = Rank(lambda message: None)
     folder = make_architecture(tmp_path / kind, kind)
     for policy in (A, B):
         add(worker, policy, model_of(folder))
@@ -186,7 +186,7 @@ def test_paused_completions_that_hold_the_cache_let_the_worker_wait(tiny_folder:
 
 
 def test_adapters_share_a_base_and_a_cache_that_are_freed_with_the_last(tiny_folder: Path) -> None:
-    worker = Worker(lambda message: None)
+    worker = Rank(lambda message: None)
     full = PolicyId("full")
     add(worker, full, model_of(tiny_folder, rank=0))
     for policy in (A, B):
@@ -213,7 +213,7 @@ def test_adapters_share_a_base_and_a_cache_that_are_freed_with_the_last(tiny_fol
 
 
 def test_a_free_place_goes_to_the_policy_with_the_fewest_completions(tiny_folder: Path) -> None:
-    worker = Worker(lambda message: None)
+    worker = Rank(lambda message: None)
     for policy in (A, B):
         worker.handle("add", policy, model_of(tiny_folder), SamplerConfig(cache_tokens=4096, max_concurrent=2))
     sampler = worker.policies[A].sampler
@@ -227,7 +227,7 @@ def test_a_free_place_goes_to_the_policy_with_the_fewest_completions(tiny_folder
 
 def test_adapters_over_another_base_are_refused(tiny_folder: Path, tmp_path: Path) -> None:
     of_other_tests = {id(one): one for one in gc.get_objects() if isinstance(one, BaseModel)}
-    worker = Worker(lambda message: None)
+    worker = Rank(lambda message: None)
     add(worker, A, model_of(tiny_folder))
     add(worker, B, model_of(tiny_folder, dtype="auto"))
     other = make_model(tmp_path / "second", seed=1)
@@ -266,7 +266,7 @@ def test_adapters_over_another_base_are_refused(tiny_folder: Path, tmp_path: Pat
 )
 def test_a_policy_without_calls_in_a_batch_does_its_step(tiny_folder: Path, recipe: dict[str, Any]) -> None:
     """The other policies of its run have calls. Its gradient is zero."""
-    worker = Worker(lambda message: None)
+    worker = Rank(lambda message: None)
     add(worker, A, model_of(tiny_folder))
     weights = {name: weight.clone() for name, weight in worker.policies[A].policy.trainable().items()}
     batch = make_batch([[1.0, 0.0]], calls=[[], []])
@@ -276,7 +276,7 @@ def test_a_policy_without_calls_in_a_batch_does_its_step(tiny_folder: Path, reci
 
 
 def test_operations_are_numbered_per_policy(tiny_folder: Path) -> None:
-    worker = Worker(lambda message: None)
+    worker = Rank(lambda message: None)
     for policy in (A, B):
         add(worker, policy, model_of(tiny_folder))
     batch = TrainingBatch(0, build_forest(sampled_rows(make_policy(tiny_folder))))
@@ -406,7 +406,7 @@ def test_a_policy_that_cannot_be_removed_ends_the_worker(tiny_folder: Path, monk
         raise RuntimeError("a bug")
 
     sent: list[Any] = []
-    worker = Worker(sent.append)
+    worker = Rank(sent.append)
     add(worker, A, model_of(tiny_folder))
     monkeypatch.setattr(ModelSampler, "invalidate", broken)
     with pytest.raises(RuntimeError, match="a bug"):

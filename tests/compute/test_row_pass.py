@@ -26,8 +26,8 @@ from agentjet.compute.embedded.model import prefix_sharing_obstacle
 from agentjet.compute.embedded.passes import RowPass
 from agentjet.compute.embedded.policy import Policy, find_logit_transform
 from agentjet.compute.embedded.sampler import ModelSampler
-from agentjet.compute.embedded.worker import Worker
 from agentjet.compute.protocol import LossSpec
+from agentjet.compute.rank import Rank
 from agentjet.config import JobConfig, OptimizerConfig, SamplerConfig
 from agentjet.errors import ConfigError
 from agentjet.timeline.batch import TrainingBatch
@@ -179,7 +179,7 @@ def test_a_cache_that_gives_other_numbers_or_fails_is_not_used(
 def test_a_worker_samples_and_learns_such_a_model(folder_of: Callable[[str], Path]) -> None:
     model = model_config(folder_of("mamba"))
     sent: list[Any] = []
-    worker, policy = Worker(sent.append), PolicyId()
+    worker, policy = Rank(sent.append), PolicyId()
     info = worker.handle("add", policy, model, SamplerConfig())
     assert not info.shares_prefixes and info.context_length == 8192
 

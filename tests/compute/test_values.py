@@ -20,9 +20,9 @@ import torch
 from agentjet.compute.embedded.distributions import ValueModel
 from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.model import BaseModel
-from agentjet.compute.embedded.policy_host import PolicyHost
 from agentjet.compute.embedded.sampler import ModelSampler
 from agentjet.compute.protocol import Capabilities, LossSpec, check_capabilities
+from agentjet.compute.rank import PolicyHost
 from agentjet.config import JobConfig, OptimizerConfig, ServeConfig
 from agentjet.errors import ConfigError, RecipeError
 from agentjet.recipes.policy_gradient import PolicyGradient

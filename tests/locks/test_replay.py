@@ -18,11 +18,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from agentjet.compute.cluster.rank import Rendezvous, join
 from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.model import load_policy
-from agentjet.compute.embedded.rank_group import RankGroup, Sharding
-from agentjet.compute.embedded.worker import make_deterministic
+from agentjet.compute.embedded.rank_group import RankGroup, Rendezvous, Sharding, join
+from agentjet.compute.rank import make_deterministic
 from agentjet.config import JobConfig, ModelConfig
 from agentjet.swarm import Journal, SwarmState
 from agentjet.timeline.batch import TrainingBatch

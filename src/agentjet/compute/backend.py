@@ -17,6 +17,7 @@ import os
 import sys
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -62,9 +63,11 @@ WORKER_VARIABLES = {
     **COMPUTE_VARIABLES,
     "GLIBC_TUNABLES": f"glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold={2**40}",
 }
-"""Environment of a worker. glibc keeps freed memory for the next batch (`policy_host.Heap`): new pages cost a virtual
+"""Environment of a worker. glibc keeps freed memory for the next batch (`rank.Heap`): new pages cost a virtual
 machine up to a third of a step.
 """
+RANK_COMMAND = (sys.executable, "-P", "-m", "agentjet.compute")
+"""The program of every rank. Its argument is `server.hook_timeout`."""
 OBSERVE_SECONDS = 1.0
 """Seconds between two observations of the autoscalers."""
 DEATH_SECONDS = 5.0
@@ -279,23 +282,17 @@ class ProcessCompute:
             await self._leave(policy, replaced.ranks)
         try:
             await ranks.start()
-            info: ModelInfo = await ranks.ask("add", policy, model, self._config.sampler)
+            info: ModelInfo = await ranks.ask("add", policy, model, self._config.sampler, settings)
         except AgentJetError:
             await self.remove(policy)
             raise
         return info
 
     def _worker(self, worker: str, room: Room) -> Ranks:
-        server = self._config.server
-        watchdog, log_path = Watchdog(server.worker_timeout), room.log_path(f"worker-{worker}" if worker else "worker")
-        command = (sys.executable, "-P", "-m", "agentjet.compute.embedded", str(server.hook_timeout))
-
-        async def launch(name: str) -> Peer:
-            variables = {key: value for key, value in WORKER_VARIABLES.items() if key not in os.environ}
-            program = Launch(name, command, log_path, variables, shares_gpus=True)
-            return await room.supervisor.start(program, sign_seconds=watchdog.interval)
-
-        return Ranks([f"the worker process {worker}".strip()], launch, watchdog)
+        name, log_name = f"the worker process {worker}".strip(), f"worker-{worker}" if worker else "worker"
+        variables = {key: value for key, value in WORKER_VARIABLES.items() if key not in os.environ}
+        launch = partial(Launch, log_path=room.log_path(log_name), environment=variables, shares_gpus=True)
+        return self._new_ranks([name], room, launch)
 
     async def _leave(self, policy: PolicyId, ranks: Ranks) -> None:
         """Free a policy in a worker, or end the worker if it has no other policy."""
@@ -325,7 +322,7 @@ class ProcessCompute:
                 await hosted.samplers.replicas.fleet.suspend()
             hosted.num_groups += 1
             hosted.samplers.meter = StepMeter()  # The time of dead ranks is not learning time.
-            hosted.ranks = self._new_ranks(policy, settings, hosted.room, hosted.num_groups)
+            hosted.ranks = self._group(policy, settings, hosted.room, hosted.num_groups)
         assert hosted.samplers is not None
         hosted.rank_state = STARTS
         info = await self._started(policy, hosted, hosted.samplers)
@@ -342,19 +339,15 @@ class ProcessCompute:
         check_gpus(policy, settings, free, model)
         room = Room(supervisor, self._log_folder, gpus=0 if free is None else 1)
         samplers = Samplers(policy, model, settings, self._config, room, has_served=has_served)
-        ranks = self._new_ranks(policy, settings, room, group=1)
+        ranks = self._group(policy, settings, room, group=1)
         hosted = self._policies[policy] = Hosted(model, settings, room, ranks, samplers)
         if self._autoscaling is None:
             self._autoscaling = asyncio.create_task(self._autoscale())
         return hosted
 
-    def _new_ranks(self, policy: PolicyId, settings: ComputeConfig, room: Room, group: int) -> Ranks:
-        server = self._config.server
-        watchdog = Watchdog(server.worker_timeout)
-        command = (sys.executable, "-P", "-m", "agentjet.compute.cluster.rank", str(server.hook_timeout))
-
-        async def launch(name: str) -> Peer:
-            launch = Launch(
+    def _group(self, policy: PolicyId, settings: ComputeConfig, room: Room, group: int) -> Ranks:
+        def launch(name: str, command: tuple[str, ...]) -> Launch:
+            return Launch(
                 name,
                 command,
                 room.log_path(name.removesuffix(f".{group}")),  # The ranks of all groups write to one file.
@@ -363,10 +356,9 @@ class ProcessCompute:
                 beside=f"{policy}/replica-" if settings.colocated else "",
                 needs_shared_files=True,  # Checkpoints.
             )
-            return await room.supervisor.start(launch, sign_seconds=watchdog.interval)
 
         names = [f"{policy}/rank-{rank}.{group}" for rank in range(settings.ranks)]
-        return Ranks(names, launch, watchdog, policy)
+        return self._new_ranks(names, room, launch, policy)
 
     async def _started(self, policy: PolicyId, hosted: Hosted, samplers: Samplers) -> ModelInfo:
         """Returns the model of started ranks. Raises the error of replicas that cannot start at once."""
@@ -375,7 +367,7 @@ class ProcessCompute:
         async def load() -> ModelInfo:
             await ranks.start()
             await ranks.join()
-            return cast(ModelInfo, await ranks.ask("add", policy, hosted.model, hosted.settings))
+            return cast(ModelInfo, await ranks.ask("add", policy, hosted.model, self._config.sampler, hosted.settings))
 
         start = asyncio.create_task(load())
         try:
@@ -443,6 +435,23 @@ class ProcessCompute:
         return total - sum(hosted.num_gpus for hosted in self._policies.values() if hosted.settings.address == address)
 
     # ---- both --------------------------------------------------------------------------------------------------------
+
+    def _new_ranks(
+        self,
+        names: Sequence[str],
+        room: Room,
+        make_launch: Callable[[str, tuple[str, ...]], Launch],
+        policy: PolicyId | None = None,
+    ) -> Ranks:
+        """Returns ranks that have not started. `make_launch` gets the name and the command of each."""
+        server = self._config.server
+        watchdog = Watchdog(server.worker_timeout)
+        command = (*RANK_COMMAND, str(server.hook_timeout))
+
+        async def launch(name: str) -> Peer:
+            return await room.supervisor.start(make_launch(name, command), sign_seconds=watchdog.interval)
+
+        return Ranks(names, launch, watchdog, policy)
 
     def _supervisor(self, host: str, address: str) -> Supervisor:
         if (address, host) not in self._supervisors:

@@ -8,24 +8,35 @@ Never run: NCCL. There was no machine with several GPUs.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from agentjet.compute.cluster.memory import USABLE, Learning, gathered_need
 from agentjet.compute.embedded.model import decoder_layers
 from agentjet.compute.embedded.policy import Policy, summed
 from agentjet.errors import AgentJetError, ConfigError
+from agentjet.processes.rpc import host_and_port, listen
 
 Result = TypeVar("Result")
 Number = TypeVar("Number", bound=np.generic)
 Sharding = Literal["gathered", "sharded"]
+
+TIMEOUT = timedelta(hours=12)
+"""Limit of one collective. The gateway detects ranks that died; this ends only a group that it forgot."""
+JOIN_TIMEOUT = timedelta(minutes=10)
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 class RankGroup:
@@ -138,3 +149,57 @@ def shard_layers(policy: Policy, ranks: RankGroup) -> list[nn.Module]:
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
     return layers
+
+
+def chosen_sharding(wanted: Literal["auto", "gathered", "sharded"], policy: Policy, group: RankGroup) -> Sharding:
+    """Returns the mode of a group: `auto` is `gathered` for one rank, or if that fits the memory of every rank."""
+    if wanted != "auto":
+        return wanted
+    if group.num_ranks == 1:
+        return "gathered"
+    if policy.device.type == "cuda":
+        memory = torch.cuda.get_device_properties(policy.device).total_memory
+    else:
+        memory = psutil.virtual_memory().total // group.num_ranks
+    numbers = [p.numel() for p in policy.model.parameters()]
+    trained = sum(p.numel() for p in policy.trainable().values())
+    offload = policy.offloads_optimizer and policy.device.type == "cuda"
+    need = gathered_need(sum(numbers), Learning(policy.dtype.itemsize, trained, offload), ranks=group.num_ranks)
+    fits = need.total <= USABLE * memory
+    return "gathered" if all(group.gather(fits)) else "sharded"
+
+
+class Rendezvous:
+    """The place at which the ranks of a new group meet. It belongs to rank 0."""
+
+    def __init__(self, host: str) -> None:
+        """Listen on a free port of `host` only."""
+        listener, self.address = listen(host)
+        self.store = TCPStore(
+            *host_and_port(self.address),
+            is_master=True,
+            timeout=JOIN_TIMEOUT,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+
+
+def join(rank: int, num_ranks: int, address: str, rendezvous: Rendezvous | None, host: str) -> None:
+    """Meet the other ranks at the address of rank 0's rendezvous. `host` is the address of this machine."""
+    for variable in INTERFACES:
+        if interface := interface_of(host):
+            os.environ.setdefault(variable, interface)
+    if rendezvous is not None:
+        store = rendezvous.store
+    else:
+        store = TCPStore(*host_and_port(address), is_master=False, timeout=JOIN_TIMEOUT)
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=TIMEOUT)
+
+
+def interface_of(host: str) -> str:
+    """Returns the network interface that has an address; empty if none has it."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address == host for address in addresses):
+            return str(name)
+    return ""
