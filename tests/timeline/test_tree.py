@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 
 from agentjet.timeline import ConversationTree, Match
-from agentjet.timeline.identity import Identities
+from agentjet.timeline.tree import Identities
 from agentjet.types import Call, Conversation, Message, ToolCall
 
 CONTROL = ord("|")
