@@ -511,7 +511,7 @@ class Call:
     finish_reason: FinishReason
     response: Message
     prompt_key: str
-    """Identity of the conversation by meaning (hex digest), from `timeline.identity`."""
+    """Identity of the conversation by meaning (hex digest), from `timeline.tree`."""
     created: float
     ask: NewContext = NewContext()
     fork: Fork = ""

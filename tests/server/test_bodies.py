@@ -26,7 +26,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from agentjet.errors import InvalidRequest, TooLarge
 from agentjet.front.concurrency import LARGE, from_thread, offload
-from agentjet.front.dialects.chat import ChatBody
+from agentjet.front.dialects.completions import ChatBody
 from agentjet.front.dialects.messages import MessagesBody
 from agentjet.front.http import Limits
 from agentjet.front.prompts import prepare_prompt

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from pydantic_core import to_json
 
 from agentjet.front.dialects.messages import SIGNATURE, from_tool_input, is_wrapped, to_tool_input
-from agentjet.timeline.identity import answer_key
+from agentjet.timeline.tree import answer_key
 from agentjet.types import Message, ModelInfo, ToolCall
 from tests.fakes import saying
 from tests.server.serving import Served, serving

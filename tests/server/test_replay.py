@@ -19,7 +19,7 @@ import pytest
 from hypothesis import settings
 from openai import AsyncOpenAI
 
-from agentjet.front.dialects.chat import CHAT, ChatBody
+from agentjet.front.dialects.completions import CHAT, ChatBody
 from agentjet.timeline import ConversationTree
 from agentjet.types import SamplingParams
 from tests.server.conversations import TOOLS, Body, as_text, real, synthetic

@@ -21,7 +21,7 @@ from openai.types.responses.response_stream_event import ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from agentjet.front.dialects.responses import from_custom_input, to_custom_input
-from agentjet.timeline.identity import answer_key
+from agentjet.timeline.tree import answer_key
 from agentjet.types import Message, ModelInfo, ToolCall
 from tests.fakes import saying
 from tests.server.serving import Served, serving

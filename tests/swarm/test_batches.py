@@ -13,8 +13,8 @@ from agentjet.compute.operations import body_digest
 from agentjet.errors import CheckpointError, ConfigError
 from agentjet.swarm import Batch, facts
 from agentjet.timeline.forest import Forest
-from agentjet.timeline.identity import context_hash
 from agentjet.timeline.support import EVERYTHING, encode_set, pack_sets
+from agentjet.timeline.tree import context_hash
 from agentjet.types import SOLE_POLICY, Call, CheckpointStamp, Message, NewContext, ToolCall
 from tests.swarm.world import World
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from agentjet.errors import InvalidRequest
 from agentjet.front.prompts import CompletionParser, Prompt, prepare_prompt
 from agentjet.timeline import ConversationTree
-from agentjet.timeline.identity import answer_key, context_hash
+from agentjet.timeline.tree import answer_key, context_hash
 from agentjet.types import ESCAPE, ESCAPED_BYTE, Call, Conversation, Message, Sampled
 from tests.timeline.models import OTHER_TOOLS, TEXTS, TOOLS, Model, completions
 

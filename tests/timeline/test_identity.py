@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentjet.timeline.identity import Identities, answer_key
+from agentjet.timeline.tree import Identities, answer_key
 from agentjet.types import MAX_NESTING, Conversation, Message, ToolCall
 
 

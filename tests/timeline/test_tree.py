@@ -15,8 +15,7 @@ from dataclasses import replace
 import pytest
 
 from agentjet.timeline import ConversationTree, Match
-from agentjet.timeline.identity import Identities
-from agentjet.timeline.tree import orphans
+from agentjet.timeline.tree import Identities, orphans
 from agentjet.types import Call, Conversation, Message, NewContext, ToolCall
 from tests.timeline.agents import Session
 from tests.timeline.models import Model

@@ -56,8 +56,8 @@ from agentjet.rendering.grammar import GrammarTrials
 from agentjet.swarm import EpisodeRecord
 from agentjet.swarm.journal import encode_call
 from agentjet.timeline import ConversationTree
-from agentjet.timeline.identity import context_hash
 from agentjet.timeline.support import pack_sets
+from agentjet.timeline.tree import context_hash
 from agentjet.types import ANY_ANSWER, Call, Constraint, Conversation, Message, PolicyId, SamplingParams, policy_of
 
 RESAMPLE_SECONDS = 0.05

@@ -25,9 +25,8 @@ from agentjet.rendering.grammar import MARKERS
 from agentjet.swarm.batches import Answered
 from agentjet.swarm.journal import RecordedCall
 from agentjet.timeline import ConversationTree, Match
-from agentjet.timeline.identity import context_hash, raw_key
 from agentjet.timeline.support import EVERYTHING
-from agentjet.timeline.tree import new_context
+from agentjet.timeline.tree import context_hash, new_context, raw_key
 from agentjet.types import Call, Conversation, FinishReason, Fork, Message, NewContext, Sampled
 
 MAX_BYTES_PER_TOKEN = 8

@@ -1,16 +1,15 @@
 """The APIs that agents may use, one `Dialect` each.
 
 To add a dialect, write its module: the table of its noted and refused keys, the bodies of requests, `translate`, the
-`Encoder`, the form of its errors, and the `Dialect`. `completions` is the shortest example; `dialect` has the shared
-parts. Then add it to `DIALECTS`: `server.inference` makes its route.
+`Encoder`, the form of its errors, and the `Dialect`. `COMPLETIONS` is the shortest example; `dialect` has the shared
+parts. Then add it to `DIALECTS`: `front.inference` makes its route.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from agentjet.front.dialects.chat import CHAT
-from agentjet.front.dialects.completions import COMPLETIONS
+from agentjet.front.dialects.completions import CHAT, COMPLETIONS
 from agentjet.front.dialects.dialect import OPENAI_ERRORS, Dialect, ErrorShape
 from agentjet.front.dialects.messages import MESSAGES
 from agentjet.front.dialects.responses import RESPONSES

@@ -1,46 +1,65 @@
-"""The text completions of OpenAI's API, and the parts that chat completions share with them.
+"""The completions of OpenAI's API: text completions, chat completions, and the demonstrations in the form of a chat.
 
-A raw prompt is continued as it stands, without the chat template. A prompt that begins with an earlier prompt and its
-answer continues that timeline: see `front.prompts`.
+Text completions continue a raw prompt as it stands, without the chat template. A prompt that begins with an earlier
+prompt and its answer continues that timeline: see `front.prompts`.
+
+Messages of a chat are compared by meaning, so forms with one meaning become one form here. An assistant's null content
+is the empty string. The text parts of a content list are joined. `developer` is `system`. The messages of
+demonstrations have the same keys.
 """
 
 from __future__ import annotations
 
 import codecs
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import Field, Strict
+from pydantic import Field, Strict, ValidationError
 
 from agentjet.errors import InvalidRequest
 from agentjet.front.calls import MAX_CHOICES, CallChunk, CallRequest, ScoredToken
 from agentjet.front.dialects.dialect import (
+    CACHE_MEANING,
     NO_OBFUSCATION,
     OPENAI_ERRORS,
+    OPENAI_KEYS,
+    REASONING_MEANING,
     AnswerHead,
+    Body,
     CallLookup,
+    ContentPart,
     Count,
     Dialect,
     Encoder,
+    Images,
     Items,
+    JsonObject,
+    NamedSchema,
     OpenAIBody,
     Payload,
     RequestKeys,
     StopString,
     StopStrings,
+    Text,
+    ToolName,
     call_of,
+    check_choice,
+    function_tool,
+    named_function,
     noted,
     refusal,
     refused,
+    schema_of,
     sse,
+    text_of,
 )
-from agentjet.front.prompts import TokenLogprob
-from agentjet.protocol import Int64
-from agentjet.types import Conversation
+from agentjet.front.prompts import Demonstration, TokenLogprob
+from agentjet.protocol import DemonstrationBody, Int64
+from agentjet.types import Constraint, Conversation, Message, ToolCall
 
-# --- shared with chat completions
+# --- shared by text and chat completions
 
 
 class SamplingBody(OpenAIBody):
@@ -158,7 +177,7 @@ class CompletionBody(SamplingBody):
     """1, or equal to `n`"""
 
 
-def translate(body: CompletionBody, _: CallLookup) -> CallRequest:
+def translate_text(body: CompletionBody, _: CallLookup) -> CallRequest:
     """Returns the canonical request. Raises `InvalidRequest` for the first thing that cannot be honoured."""
     if body.best_of not in (None, 1, body.n):  # The best n of n are all of them.
         raise refusal("best_of", f" = {body.best_of} is not supported: leave it out or use n.")
@@ -244,4 +263,259 @@ class _Offsets:
         return at
 
 
-COMPLETIONS = Dialect("/v1/completions", CompletionBody, COMPLETIONS_KEYS, OPENAI_ERRORS, translate, CompletionEncoder)
+COMPLETIONS = Dialect(
+    "/v1/completions", CompletionBody, COMPLETIONS_KEYS, OPENAI_ERRORS, translate_text, CompletionEncoder
+)
+
+
+# --- chat completions
+
+_REASONING_TEXT = "`reasoning_content` has the text"
+CHAT_KEYS: RequestKeys = {
+    **{name: rule for name, rule in COMPLETIONS_KEYS.items() if name != "suffix"},
+    **OPENAI_KEYS,
+    **noted("chat_template_kwargs", "refused if this model's template would write another prompt with it", {}),
+    **noted(
+        "cache_control messages[].cache_control messages[].content[].cache_control tools[].cache_control", CACHE_MEANING
+    ),
+    **noted("store", "answers cannot be fetched again", False),
+    **noted("prediction", "a hint for speed"),
+    **noted("usage", "answers always have it"),
+    **noted("reasoning_effort reasoning thinking enable_thinking thinking_budget", REASONING_MEANING),
+    **noted("include_reasoning", "answers have `reasoning_content`", True),
+    **noted("verbosity", "state the wanted length in the prompt"),
+    **noted("web_search_options", "no provider runs the search; the policy is not offered it"),
+    **noted("messages[].provider_specific_fields", "the policy never read it", {}),
+    **noted("messages[].reasoning messages[].reasoning_text messages[].reasoning_opaque", _REASONING_TEXT, ""),
+    **noted("messages[].reasoning_details messages[].reasoning_items messages[].thinking_blocks", _REASONING_TEXT, []),
+    **refused("modalities", "the policy writes text only", ["text"]),
+    **refused("audio", "the policy writes text only"),
+    **refused("function_call", "use `tool_choice`", "auto"),
+    **refused("functions", "use `tools`", []),
+    **refused("messages[].refusal", "the policy refuses in plain text"),
+    **refused("messages[].annotations", "", []),
+    **refused("messages[].audio", "the policy reads text only"),
+    **refused("messages[].function_call", "use `tool_calls`"),
+}
+
+
+class ChatPart(ContentPart):
+    """A part of a message's content."""
+
+    place = "messages[].content[]."
+    keys_of_kind: ClassVar = {"text": "text citations? refusal?"}
+
+
+class HistoryFunction(Body):
+    """The function of a tool call; `arguments` is JSON text."""
+
+    name: str
+    arguments: str
+    parsed_arguments: Any = None
+    """The parsed `arguments`, which `stream` and `parse` of OpenAI's SDK add. Ignored: it repeats `arguments`."""
+
+
+class HistoryToolCall(Body):
+    """A tool call of an assistant message."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: HistoryFunction
+    index: int | None = None
+    """Kept by agents that join the chunks of a stream. Ignored: it repeats the order of the list."""
+
+
+class MessageBody(Body):
+    """A message."""
+
+    place = "messages[]."
+    keys_of_kind: ClassVar = {  # `parsed` is added by OpenAI's SDK, and repeats `content`.
+        **dict.fromkeys(("system", "developer", "user"), "content name?"),
+        "assistant": "content? reasoning_content? tool_calls? name? parsed?",
+        "tool": "content tool_call_id name?",
+    }
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Items[ChatPart] | None = None
+    reasoning_content: str | None = None
+    """The reasoning of an assistant, as the answers of this server have it."""
+    tool_calls: Items[HistoryToolCall] | None = None
+    tool_call_id: str | None = None
+    """May be empty, because the `id` of a tool call may be. vLLM accepts both, too."""
+    name: str | None = None
+
+    @property
+    def kind(self) -> str:
+        return self.role
+
+
+class FunctionBody(Body):
+    """A function that the policy may call; `parameters` is a JSON schema."""
+
+    name: ToolName
+    description: Text | None = None
+    parameters: JsonObject | None = None
+    strict: bool | None = None
+
+
+class ToolBody(Body):
+    """A tool definition."""
+
+    place = "tools[]."
+    type: Literal["function"]
+    function: FunctionBody
+
+
+class ResponseFormat(Body):
+    """The form of the answer's content: any text, any JSON object, or JSON that follows a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+
+class ChatBody(SamplingBody):
+    """A chat completion request. Keys of OpenAI's API that cannot be honoured are refused, never ignored."""
+
+    messages: Annotated[Items[MessageBody], Field(min_length=1)]
+    """text, also in parts; tool calls and their results; `reasoning_content`"""
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    """the same as `max_tokens`"""
+    logprobs: bool | None = None
+    """every sampled token, control tokens included"""
+    tools: Items[ToolBody] | None = None
+    """of type `function`, also `strict`"""
+    tool_choice: Literal["auto", "none", "required"] | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: ResponseFormat | None = None
+    """[constraints.md](constraints.md)"""
+    chat_template_kwargs: JsonObject | None = None
+
+
+def translate_chat(body: ChatBody, _: CallLookup) -> CallRequest:
+    """Returns the canonical request. Raises `InvalidRequest` for the first thing that cannot be honoured."""
+    if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
+        raise InvalidRequest(
+            f"max_tokens = {body.max_tokens} and max_completion_tokens = {body.max_completion_tokens} differ.",
+            param="max_completion_tokens",
+        )
+    functions = [] if body.tool_choice == "none" else [tool.function for tool in body.tools or ()]
+    conversation = Conversation(
+        tuple(map(_message, body.messages)),
+        tuple(function_tool(function.name, function.description, function.parameters) for function in functions),
+    )
+    request = sampling_request(body, conversation, body.max_completion_tokens or body.max_tokens)
+    return replace(request, constraint=_constraint(body, functions), template_kwargs=body.chat_template_kwargs or {})
+
+
+def _message(body: MessageBody) -> Message:
+    calls = [ToolCall(call.id, call.function.name, call.function.arguments) for call in body.tool_calls or ()]
+    return Message(
+        role="system" if body.role == "developer" else body.role,
+        content=text_of(body.content),
+        reasoning=body.reasoning_content or "",
+        tool_calls=tuple(calls),
+        tool_call_id=body.tool_call_id or "",
+        name=body.name or "",
+    )
+
+
+def _constraint(body: ChatBody, functions: list[FunctionBody]) -> Constraint:
+    choice, required, where = body.tool_choice, "", "response_format.json_schema"
+    if isinstance(choice, dict):
+        form = "{'type': 'function', 'function': {'name': ...}}"
+        required = named_function(choice, choice.get("function"), form)
+    shape = body.response_format or ResponseFormat(type="text")
+    schema = shape.json_schema.schema_ if shape.json_schema else None
+    constraint = Constraint(
+        schema=schema_of(shape.type, schema, f"{where}.schema", where),
+        calls="required" if choice == "required" or required else "auto",
+        function=required,
+        strict=frozenset(function.name for function in functions if function.strict),
+        parallel=body.parallel_tool_calls is not False,
+    )
+    return check_choice(constraint, [function.name for function in functions])
+
+
+class ChatEncoder(ChoicesEncoder[ChatBody]):
+    """Encodes the answer of a chat completion. A part of a choice is its delta."""
+
+    prefix, kind, event_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, body: ChatBody, head: AnswerHead) -> None:
+        super().__init__(body, head)
+        self._started: set[int] = set()
+
+    def part(self, chunk: CallChunk) -> Payload:
+        call, delta = chunk.call, dict[str, Any]()
+        if chunk.index not in self._started:
+            self._started.add(chunk.index)
+            delta |= {"role": "assistant", "content": ""}
+        if chunk.reasoning:
+            delta["reasoning_content"] = chunk.reasoning
+        if chunk.text:
+            delta["content"] = chunk.text
+        if call is not None and call.response.tool_calls:
+            delta["tool_calls"] = [{**_shown(one), "index": i} for i, one in enumerate(call.response.tool_calls)]
+        logprobs = _logprobs(chunk) if self.body.logprobs and chunk.tokens else None
+        reason = None if call is None else call.finish_reason
+        return {"index": chunk.index, "delta": delta, "finish_reason": reason, "logprobs": logprobs}
+
+    def choice(self, part: Payload) -> Payload:
+        delta = part["delta"]
+        calls = [{key: one[key] for key in ("id", "type", "function")} for one in delta.get("tool_calls", ())]
+        message = {
+            "role": "assistant",
+            "content": delta["content"] or (None if calls else ""),
+            "reasoning_content": delta.get("reasoning_content"),
+            "tool_calls": calls or None,
+            "refusal": None,
+        }
+        logprobs = part["logprobs"] or ({"content": [], "refusal": None} if self.body.logprobs else None)
+        return {
+            "index": part["index"],
+            "message": message,
+            "logprobs": logprobs,
+            "finish_reason": part["finish_reason"],
+        }
+
+
+def _shown(call: ToolCall) -> Payload:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _logprobs(chunk: CallChunk) -> Payload:
+    """Returns the sampled tokens with the log-probabilities that they were sampled with."""
+    shown = [{"token": t.text, "logprob": t.logprob, "bytes": list(t.utf8), "top_logprobs": []} for t in chunk.tokens]
+    return {"content": shown, "refusal": None}
+
+
+CHAT = Dialect("/v1/chat/completions", ChatBody, CHAT_KEYS, OPENAI_ERRORS, translate_chat, ChatEncoder)
+
+
+# --- demonstrations
+
+
+def to_demonstration(body: DemonstrationBody, images: Images) -> Demonstration:
+    """Returns a demonstration. Raises `InvalidRequest` for the first thing that cannot be honoured."""
+    weights = [_take_weight(message, f"{body.task_id}: messages.{i}.") for i, message in enumerate(body.messages)]
+    asked = {"model": "policy", "messages": [message for message, _ in weights], "tools": body.tools or None}
+    try:
+        chat = ChatBody.model_validate(asked)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise InvalidRequest(f"{body.task_id}: {where}: {first['msg']}.", param=where) from None
+    try:
+        conversation = CHAT.decode(chat, lambda _: None, images).conversation
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{body.task_id}: {error}", code=error.code, param=error.param) from None
+    return Demonstration(body.task_id, conversation, frozenset(i for i, (_, weight) in enumerate(weights) if weight))
+
+
+def _take_weight(message: Mapping[str, Any], where: str) -> tuple[dict[str, Any], bool]:
+    """Returns a message without its `weight`, and True if its answer is learned."""
+    rest = dict(message)
+    weight = rest.pop("weight", 1)
+    if weight not in (0, 1):
+        raise InvalidRequest(f"{where}weight = {weight!r}: it is 1 to learn the answer, or 0.", param="weight")
+    return rest, rest.get("role") == "assistant" and bool(weight)
