@@ -1,10 +1,10 @@
-"""Tokens and episode keys: access, expiry, storage.
+"""Tokens and episode keys: access, storage.
 
 1. Secrets are created once, written whole, and readable by the owner only.
-2. A key opens its episode while the job lets the episode live, and only as it was issued. A changed job applies to keys
-   issued before.
-3. A viewer changes nothing; a client configures nothing.
-4. A replaced secret counts from the next request on. Only the secret of the keys revokes keys.
+2. A key opens its episode only as it was issued.
+3. A replaced secret counts from the next request on. Only the secret of the keys revokes keys.
+
+Rights of each token, and keys that expire: `test_control.py`, `test_operations.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""OpenAI's chat completions, requested with OpenAI's SDK: seeds, choices, roles, names of models, keys in a URL."""
+"""OpenAI's chat completions, requested with OpenAI's SDK: seeds, choices, names of models, control tokens in texts.
+
+Roles: `test_model_names.py`; keys in a URL: `test_dialects.py` and `test_logs.py`.
+"""
 
 from __future__ import annotations
 
