@@ -177,7 +177,7 @@ class ScriptedCompute:
         """Replicas of each policy, as `scale` asked for."""
         self.num_steps = 1
         """Optimiser steps per batch."""
-        self.loaded: list[int] = []
+        self.loaded: list[TrainingBatch] = []
         """Batches that were sent, in order."""
         self.begun: list[int] = []
         """Batches whose gradient was asked for, by all workers."""
@@ -299,7 +299,7 @@ class ScriptedCompute:
     async def load_batch(self, policy: PolicyId, batch: TrainingBatch) -> None:
         known = await self._alive(policy)
         known.batch = batch
-        self.loaded.append(batch.id)
+        self.loaded.append(batch)
 
     async def forward_backward(self, op: Op, batch_id: int, loss: LossSpec) -> Outputs:
         known = self.policies[op.policy_id]

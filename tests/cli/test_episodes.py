@@ -61,7 +61,7 @@ def test_what_cannot_be_exported(served: Served, tmp_path: Path) -> None:
 def test_messages_that_a_checkpoint_covers_are_gone(served: Served, tmp_path: Path) -> None:
     with Swarm(served.url, TOKEN) as swarm:
         play(swarm, "old")
-        store = served.run.gateway.swarm.store
+        store = served.run.gateway.swarm
         store.transcript_bytes = 0
         for rows in store.unneeded():
             store.journal.delete(rows)

@@ -26,7 +26,7 @@ import numpy as np
 
 from agentjet.compute.cluster.weights import Publication
 from agentjet.config import ComputeConfig, ModelConfig, SamplerConfig
-from agentjet.errors import AgentJetError, ComputeError, ConfigError, GrammarError, OutOfCache
+from agentjet.errors import AgentJetError, ComputeError, GrammarError, OutOfCache
 from agentjet.processes.rpc import Answer, Link, ProcessRequest
 from agentjet.timeline.support import encode_set
 from agentjet.types import FinishReason, ModelInfo, PolicyId, Sampled, SamplingParams, TokenScore
@@ -69,8 +69,6 @@ class Hooks:
     fail_from: str = ""
     fail_to: str = ""
     """First and last passage of a point (`POINT:N`) at which it fails so."""
-    refuse: str = ""
-    """Answer `load` with this `ConfigError`."""
     poison: int = -1
     """A token that kills the process when it is part of a prompt."""
     lies: tuple[int, ...] = ()
@@ -81,8 +79,6 @@ class Hooks:
     """Time between `paused` and `adopted`."""
     piece_seconds: float = 1e9
     """Age of its first token at which a piece is sent; a piece that is full is sent anyway."""
-    end_every: int = 0
-    """One in so many tokens is an end token. 0: none."""
 
     def environment(self) -> dict[str, str]:
         return {self.VARIABLE: json.dumps(asdict(self)), "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
@@ -211,8 +207,6 @@ class FakeReplica:
 
     def _load(self, model: ModelConfig, info: ModelInfo, sampler: SamplerConfig, compute: ComputeConfig) -> None:
         self._pass("load")
-        if self._hooks.refuse:
-            raise ConfigError(self._hooks.refuse)
         self._info, self._settings = info, sampler
 
     def _adopt(self, publication: Publication) -> list[float]:
@@ -260,11 +254,8 @@ class FakeReplica:
     def _step(self) -> None:
         """Sample a token for each completion that has a place."""
         time.sleep(self._hooks.step_seconds)
-        assert self._info is not None
         for completion in list(self._running)[: self._settings.max_concurrent]:
             token = draw(completion.context, completion.params.seed, self._weights)
-            if self._hooks.end_every and _number(completion.context, "end") % self._hooks.end_every == 0:
-                token = self._info.end_tokens[0]
             if not completion.tokens:
                 completion.since = time.monotonic()
             completion.tokens.append(token)
@@ -273,8 +264,6 @@ class FakeReplica:
             completion.num_tokens += 1
             self._pass("token")
             reason: FinishReason | None = "length" if completion.num_tokens == completion.params.max_tokens else None
-            if token in self._info.end_tokens:
-                reason = "stop"
             is_old = time.monotonic() - completion.since >= self._hooks.piece_seconds
             if reason or is_old or len(completion.tokens) == completion.params.piece_tokens:
                 self._flush(completion, reason)

@@ -364,21 +364,6 @@ def test_a_policy_fails_if_no_replica_passes_a_later_probe(server: ForkServer, c
 # ---- publishing -----------------------------------------------------------------------------------------------------
 
 
-def test_a_publish_while_completions_run(server: ForkServer) -> None:
-    async def test() -> None:
-        async with scene(server, 2, hooks=lambda number: Hooks(step_seconds=SLOW)) as on:
-            await on.serve()
-            tasks = on.begin(6, max_tokens=500)
-            await on.complete(50, max_tokens=8)  # Others have tokens, too, by then.
-            await on.fleet.publish(publication(1))
-            assert set(on.versions()) == {1}
-            found = await all_of(tasks)
-            assert {piece.policy_version for pieces in found for piece in pieces} == {0, 1}
-            assert {piece.policy_version for piece in await on.complete()} == {1}
-
-    run(test())
-
-
 def test_the_same_weights_again_are_not_loaded_again(server: ForkServer) -> None:
     async def test() -> None:
         async with scene(server, 1) as on:

@@ -1,7 +1,7 @@
 """Kinds of damage that a disk, a copy, or an operator does to checkpoints, and starts of a gateway on them.
 
 A function of damage gets the folder `checkpoints/` of a server that has stopped, with two checkpoints or more. Gateway
-and engine are the real ones; the worker is a real one in this process, without sampling.
+and engine are the real ones; the worker is a real one in this process.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import json
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,7 @@ from agentjet.errors import AgentJetError, ComputeError, WorkerDied
 from agentjet.server.gateway import Gateway
 from agentjet.timeline.batch import TrainingBatch
 from agentjet.types import DEFAULT_RUN, ModelInfo, PolicyId, Sampled, SamplingParams
+from tests.fakes import ScriptedCompute
 
 WEIGHTS = "policy/model.safetensors"
 CONFIG = "policy/config.json"
@@ -188,15 +190,16 @@ REFUSED: dict[str, Damage] = {
 
 # ---- starts on a damaged data dir ------------------------------------------------------------------------------------
 
-SECONDS = 60.0  # For a start to come to an end of either kind
-MAX_STARTS = 2  # Times that one recovery may add a policy
-
 
 class LocalWorker(ProcessCompute):
-    """A backend whose worker is an object in this process. It loads the model of a policy once, and does not sample."""
+    """A backend whose worker is an object in this process. It loads the model of a policy once.
 
-    def __init__(self, config: ServeConfig) -> None:
+    It learns with the real worker. The completions are those of a script.
+    """
+
+    def __init__(self, config: ServeConfig, words: ScriptedCompute) -> None:
         super().__init__(config)
+        self.words = words
         self.worker = Rank(lambda message: None)
         self.num_starts: Counter[PolicyId] = Counter()
         self._first: dict[PolicyId, tuple[ModelInfo, Any]] = {}
@@ -221,9 +224,10 @@ class LocalWorker(ProcessCompute):
     async def sample(
         self, policy: PolicyId, token_ids: Sequence[int], params: SamplingParams
     ) -> AsyncGenerator[Sampled]:
-        """Refused."""
-        raise ComputeError("this worker does not sample")
-        yield
+        """The words of a script."""
+        self.words.policies[policy].version = self.worker.policies[policy].version
+        async for piece in self.words.sample(policy, token_ids, params):
+            yield piece
 
     async def close(self) -> None:
         """Nothing to end."""
@@ -250,51 +254,6 @@ class LocalWorker(ProcessCompute):
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
-    """A start on a data dir, come to an end."""
-
-    end: str  # `recovered`, `refused` or `stuck`
-    policy_version: int = -1
-    weights: bytes = b""
-    why: str = ""
-
-
-async def start(config: ServeConfig, compute: LocalWorker) -> Start:
-    """Start the gateway, have it write a checkpoint, stop it."""
-    compute.num_starts.clear()
-    gateway = Gateway(config, compute, run=DEFAULT_RUN)
-
-    def is_stuck() -> bool:
-        return max(compute.num_starts.values(), default=0) > MAX_STARTS
-
-    try:
-        await gateway.start()
-        await asyncio.wait_for(gateway.engine.wait_until_up(), SECONDS)
-        if is_stuck():
-            return Start("stuck", why=f"a policy was added more than {MAX_STARTS} times")
-        await gateway.versions.save()
-        exported = config.server.data_dir / "exported"
-        await compute.export(PolicyId(), exported)
-        return Start("recovered", gateway.swarm.policy_version, (exported / EXPORTED).read_bytes())
-    except TimeoutError:
-        return Start("stuck", why=gateway.status().waiting_for)
-    except AgentJetError as error:
-        return Start("stuck" if is_stuck() else "refused", why=f"{type(error).__name__}: {error}")
-    finally:
-        await gateway.close()
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """The result of one kind of damage."""
-
-    kind: str
-    end: str
-    silent: bool  # Another policy than the undisturbed one was served, or an end that a second start does not repeat
-    why: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class Undisturbed:
     """A run of a server that has stopped, before anything is damaged."""
 
@@ -302,18 +261,28 @@ class Undisturbed:
     policy_version: int
     weights: bytes
 
+    @contextmanager
+    def damaged(self, damage: Damage) -> Iterator[ServeConfig]:
+        """The settings of a server on a damaged copy of the data dir."""
+        server = self.config.server
+        with tempfile.TemporaryDirectory() as made:
+            copied = Path(made) / "data"
+            shutil.copytree(server.data_dir, copied, ignore=shutil.ignore_patterns("exports", "*.lock", "logs"))
+            damage(copied / "runs" / DEFAULT_RUN / "checkpoints")
+            yield self.config.model_copy(update={"server": server.model_copy(update={"data_dir": copied})})
 
-async def judge(kind: str, damage: Damage, undisturbed: Undisturbed, compute: LocalWorker) -> Verdict:
-    """Damage a copy of the data dir, then start on it twice. The second start takes what the first one left."""
-    config = undisturbed.config
-    with tempfile.TemporaryDirectory() as made:
-        copied = Path(made) / "data"
-        shutil.copytree(config.server.data_dir, copied, ignore=shutil.ignore_patterns("exports", "*.lock", "logs"))
-        damage(copied / "runs" / DEFAULT_RUN / "checkpoints")
-        server = config.server.model_copy(update={"data_dir": copied})
-        starts = [await start(config.model_copy(update={"server": server}), compute) for _ in range(2)]
-    first, second = starts
-    expected = (undisturbed.policy_version, undisturbed.weights)
-    silent = any(one.end == "recovered" and (one.policy_version, one.weights) != expected for one in starts)
-    end = first.end if first.end == second.end else "stuck"
-    return Verdict(kind, end, silent, first.why or second.why)
+
+async def start(config: ServeConfig, compute: LocalWorker) -> tuple[int, bytes]:
+    """Starts the gateway, has it write a checkpoint, and stops it. Returns the policy's version and weights."""
+    compute.num_starts.clear()
+    gateway = Gateway(config, compute, run=DEFAULT_RUN)
+    try:
+        await gateway.start()
+        await asyncio.wait_for(gateway.engine.wait_until_up(), 60)
+        await gateway.versions.save()
+        exported = config.server.data_dir / "exported"
+        await compute.export(PolicyId(), exported)
+        return gateway.swarm.policy_version, (exported / EXPORTED).read_bytes()
+    finally:
+        await gateway.close()
+        assert max(compute.num_starts.values(), default=0) <= 2, "one recovery adds a policy twice at most"

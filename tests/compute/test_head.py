@@ -2,7 +2,7 @@
 
 1. losses, metrics and the weights after three batches are those of a head for every target, in float64 to 1e-12;
 2. a row of logits is computed for each distinct (position, temperature, set), however targets are cut into chunks;
-3. scores of given tokens are those of a plain pass, and what the sampler reports.
+3. scores of given tokens are those of a plain pass, as what the sampler reports is (`test_sampler.py`).
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ from agentjet.config import JobConfig, OptimizerConfig
 from agentjet.recipes.registry import make_recipe
 from agentjet.timeline.forest import Forest, build_forest, call_row
 from agentjet.timeline.support import decode_set, encode_set
-from agentjet.types import SamplingParams
 from tests.compute.baseline import Double, relative
-from tests.compute.conftest import make_policy, run, sampled_rows, sampler_of, tokens
+from tests.compute.conftest import make_policy, sampled_rows, tokens
 
 
 def head_of_every_target(
@@ -147,14 +146,6 @@ def test_scores_are_those_of_a_plain_pass(policy: Policy) -> None:
         values, ids = wanted[at].topk(3)
         assert [id for id, _ in one.likeliest] == ids.tolist()
         assert [value for _, value in one.likeliest] == pytest.approx(values.tolist(), abs=1e-4)
-
-
-def test_scores_of_sampled_tokens_are_what_was_reported(policy: Policy) -> None:
-    prompt = tokens(4, 12)
-    sampled, reported = run(sampler_of(policy), {0: (prompt, SamplingParams(max_tokens=8, seed=1))})[0]
-    scores = score(policy, np.concatenate([prompt, np.asarray(sampled, np.int32)]), 0)
-    assert [one.logprob for one in scores[-len(sampled) :]] == pytest.approx(reported, abs=1e-4)
-    assert all(one.likeliest == () for one in scores)
 
 
 @pytest.mark.parametrize("kind", ["tiny", "mistral"])

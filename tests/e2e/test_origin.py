@@ -1,5 +1,5 @@
-"""A data dir is taken up again under the settings and the base weights it was begun with, or not at all: the same
-policy version is the same weights. Real processes, killed before a checkpoint was made.
+"""A data dir is taken up again under the base weights it was begun with, or not at all: the same policy version is the
+same weights. A real process, killed before a checkpoint was made. Settings: `tests/swarm/test_origin.py`.
 """
 
 from __future__ import annotations
@@ -16,29 +16,12 @@ from tests.tiny import make_model
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.thorough]
 
 
-def learn_and_kill(model: Path, data_dir: Path) -> str:
-    """One batch, no checkpoint, as a power cut leaves it; returns the fingerprint of the base weights."""
-    with Server(model, data_dir) as server:
-        server.batch()
-        weights = str(server.get("/status")["model_weights"])
-        server.kill()
-    return weights
-
-
-def test_other_adapters_are_refused(tmp_path: Path) -> None:
-    model, data_dir = make_model(tmp_path / "tiny"), tmp_path / "run"
-    learn_and_kill(model, data_dir)
-    said = refused(model, data_dir, model__lora__rank=4)
-    assert str(data_dir) in said
-    assert "model.lora.rank = 0" in said and "4 would change" in said
-    assert "listens on" not in said and "Ready" not in said
-    with Server(model, data_dir) as server:
-        assert server.get("/status")["policy_version"] == 1, "under its own settings it goes on"
-
-
 def test_other_base_weights_are_refused(tmp_path: Path) -> None:
     model, data_dir = make_model(tmp_path / "tiny"), tmp_path / "run"
-    weights = learn_and_kill(model, data_dir)
+    with Server(model, data_dir) as server:
+        server.batch()
+        weights = server.get("/status")["model_weights"]
+        server.kill()  # One batch, no checkpoint, as a power cut leaves it.
     kept = model.rename(tmp_path / "kept")
     make_model(model, seed=1)
     said = refused(model, data_dir)

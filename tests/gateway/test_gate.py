@@ -1,4 +1,7 @@
-"""The gate: calls that pass, wait or are refused, and calls that leave early."""
+"""The gate: calls that are refused, or wait while it drains.
+
+Held calls: `test_training.py`; cancelled ones: `tests/server/test_dialects.py`.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,6 @@ import pytest
 
 from agentjet.errors import Later, Unavailable
 from agentjet.front.concurrency import Broadcast, Gate
-from agentjet.protocol import status_of
 from tests.fakes import Clock
 
 pytestmark = pytest.mark.anyio
@@ -23,20 +25,6 @@ async def pass_through(gate: Gate, stay: asyncio.Event | None = None, timeout: f
         if stay is not None:
             await stay.wait()
         return "passed"
-
-
-async def test_held_calls_pass_when_it_opens() -> None:
-    gate = Gate()
-    held = [asyncio.create_task(pass_through(gate)) for _ in range(3)]
-    await asyncio.sleep(0)
-    gate.open()
-    assert await asyncio.gather(*held) == ["passed"] * 3
-
-
-async def test_held_too_long() -> None:
-    with pytest.raises(Later) as refusal:
-        await pass_through(Gate(), timeout=0.01)
-    assert (refusal.value.code, status_of(refusal.value)) == ("held_too_long", 503)
 
 
 async def test_shutting_refuses_the_held_and_the_new() -> None:
@@ -64,16 +52,6 @@ async def test_drained_waits_for_those_inside_and_lets_nobody_in() -> None:
     assert await inside == "passed" and gate.inside == 0 and not late.done()
     gate.open()
     assert await late == "passed"
-
-
-async def test_a_cancelled_call_leaves() -> None:
-    gate = Gate()
-    gate.open()
-    inside = asyncio.create_task(pass_through(gate, asyncio.Event()))
-    await asyncio.sleep(0)
-    inside.cancel()
-    await gate.drained()
-    assert gate.inside == 0
 
 
 async def test_busy_seconds_count_time_with_somebody_inside() -> None:

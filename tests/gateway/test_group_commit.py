@@ -23,7 +23,7 @@ import asyncio
 import sqlite3
 import threading
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import AsyncExitStack, closing
 from functools import partial
 from pathlib import Path
 
@@ -65,14 +65,6 @@ async def test_many_changes_are_one_commit_and_on_disk_before_anybody_is_told(tm
         assert on_disk(tmp_path / "d") == len(set(begun)) == 20
 
 
-async def test_what_was_not_committed_is_not_on_disk(tmp_path: Path) -> None:
-    async with running(tmp_path / "d") as run:
-        run.gateway.swarm.begin(BeginRequest(task_id="t", mode="eval"))
-        assert run.gateway.swarm.file.has_uncommitted and on_disk(tmp_path / "d") == 0
-        await run.gateway.commits.durable()
-        assert not run.gateway.swarm.file.has_uncommitted and on_disk(tmp_path / "d") == 1
-
-
 async def test_one_that_fails_undoes_its_own_change_only(tmp_path: Path) -> None:
     async with running(tmp_path / "d") as run:
         swarm = run.gateway.swarm
@@ -90,36 +82,25 @@ async def test_one_that_fails_undoes_its_own_change_only(tmp_path: Path) -> None
         assert on_disk(tmp_path / "d") == 3
 
 
-def breaking(run: Running, where: str, error: Exception) -> None:
-    """Have the next write to the journal fail, at its commit, in the code around it, or in the thread."""
+@pytest.mark.parametrize("where", ["the database", "the code", "the thread"])
+async def test_whatever_fails_a_commit_refuses_all_who_wait(
+    tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The commit itself, the code around it, or the thread that waits for the disk."""
 
     def fails(*_: object) -> None:
-        raise error
+        raise KeyError("bug")
 
-    if where == "the code":
-        run.gateway.swarm.commit = fails  # type: ignore[method-assign]
-    elif where == "the thread":
-        run.gateway._journal.file.sync = fails  # type: ignore[method-assign]
-    else:
-        real = run.gateway._journal.file.db
-
-        class Broken:
-            def execute(self, statement: str, *args: object) -> sqlite3.Cursor:
-                return fails() if statement == "COMMIT" else real.execute(statement, *args)  # type: ignore[return-value]
-
-            def __getattr__(self, name: str) -> object:
-                return getattr(real, name)
-
-        run.gateway._journal.file.db = Broken()  # type: ignore[assignment]
-
-
-@pytest.mark.parametrize("where", ["the database", "the code", "the thread"])
-async def test_whatever_fails_a_commit_refuses_all_who_wait(tmp_path: Path, where: str) -> None:
-    error = sqlite3.DatabaseError("database disk image is malformed") if where == "the database" else KeyError("bug")
-    async with running(tmp_path / "d") as run:
+    async with running(tmp_path / "d") as run, AsyncExitStack() as broken:
         kept = await begin(run, "kept")
         await run.gateway.commits.durable()
-        breaking(run, where, error)
+        if where == "the database":
+            malformed = sqlite3.DatabaseError("database disk image is malformed")
+            broken.enter_context(refused_commits(run.gateway._journal, malformed))
+        elif where == "the code":
+            monkeypatch.setattr(run.gateway.swarm, "commit", fails)
+        else:
+            monkeypatch.setattr(run.gateway._journal.file, "sync", fails)
         async with asyncio.timeout(5):
             results = await asyncio.gather(*(begin(run, f"t{i}") for i in range(3)), return_exceptions=True)
             results += await asyncio.gather(
@@ -367,15 +348,13 @@ async def test_a_client_that_waits_gets_the_place_of_a_begin_that_was_undone(
     async with running(
         tmp_path / "d", job={"recipe": "rft", "batch_size": 1, "group_size": 1, "min_group_size": 1}
     ) as run:
-        real = run.gateway._journal.file.db
-        breaking(run, "the database", sqlite3.OperationalError("database or disk is full"))
-        first = asyncio.create_task(run.gateway.begin(BeginRequest(task_id="t", client_id="first")))
-        waiting = asyncio.create_task(run.gateway.begin(BeginRequest(task_id="t", client_id="second", wait=60)))
-        await turns(1)
-        run.gateway.swarm.places.refresh()
-        with pytest.raises(Later, match="free some space"):
-            await first
-        run.gateway._journal.file.db = real
+        with refused_commits(run.gateway._journal):
+            first = asyncio.create_task(run.gateway.begin(BeginRequest(task_id="t", client_id="first")))
+            waiting = asyncio.create_task(run.gateway.begin(BeginRequest(task_id="t", client_id="second", wait=60)))
+            await turns(1)
+            run.gateway.swarm.places.refresh()
+            with pytest.raises(Later, match="free some space"):
+                await first
         async with asyncio.timeout(20):
             assert (await waiting).client_id == "second"
 

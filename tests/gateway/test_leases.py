@@ -24,13 +24,6 @@ from tests.fakes import Running, job_body, recent_episodes, running, saying
 pytestmark = pytest.mark.anyio
 
 
-async def test_an_expired_lease_frees_its_place(tmp_path: Path) -> None:
-    async with running(tmp_path / "d", job={"lease_seconds": 10}) as run:
-        episode = await run.gateway.begin(BeginRequest(task_id="t"))
-        run.clock.advance(11)
-        await run.until(lambda: run.gateway.swarm.episode(episode.id).status == "expired")
-
-
 async def test_the_status_has_the_version_that_clients_train_to(tmp_path: Path) -> None:
     """Of the clients of the last five minutes, unless the job says it."""
     async with running(tmp_path / "d", job={"batch_size": 9}) as run:

@@ -39,7 +39,6 @@ from agentjet.server.records import (
     control_names,
     group,
     members_with_recipe,
-    runs,
     token_texts,
     utf16_length,
 )
@@ -220,13 +219,6 @@ def test_any_bytes_join_as_their_decoding(pieces: list[bytes]) -> None:
     assert "".join(token_texts(escaped, {})) == b"".join(pieces).decode(errors="replace")
 
 
-def test_an_emoji_of_two_tokens_is_shown_once() -> None:
-    face = "😀".encode()
-    assert token_texts([b"a", face[:2], face[2:], b"b"], {}) == ["a", "😀", "", "b"]
-    assert token_texts([face[:1], face[1:2], face[2:], face[:3]], {}) == ["😀", "", "", "�"]
-    assert token_texts([face[:2], face[2:] + face[:2], face[2:]], {}) == ["😀", "😀", ""]
-
-
 def test_control_tokens_have_names() -> None:
     end, other = ESCAPE + (2).to_bytes(3, "big"), ESCAPE + (7).to_bytes(3, "big")
     assert token_texts([b"hi", end, other, ESCAPED_BYTE, b"\xe4", end], {2: "<|end|>"}) == [
@@ -235,7 +227,3 @@ def test_control_tokens_have_names() -> None:
     names = {"planner": {1: "<a>"}, "coder": {1: "<b>"}}
     assert control_names(names, "coder/critic") == {1: "<b>"}
     assert control_names({"policy": {1: "<c>"}}, "any") == {1: "<c>"} and control_names({}, "") == {}
-
-
-def test_runs() -> None:
-    assert runs([3, 3, None, 3]) == [(3, 2), (None, 1), (3, 1)] and runs([]) == []

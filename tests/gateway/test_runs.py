@@ -372,7 +372,7 @@ async def test_a_run_that_the_disk_refused_can_be_opened_later(tmp_path: Path, m
 
 async def test_a_failed_run_starts_again_with_a_better_job(tmp_path: Path) -> None:
     async with running(tmp_path / "d") as run:
-        with pytest.raises(ConfigError, match="leaves no room for a prompt"):
+        with pytest.raises(ConfigError, match=r"job\.max_tokens = 1000000 leaves no room for a prompt"):
             await opened(run, job={"max_tokens": 10**6})
         other = await opened(run, job={"max_tokens": 16})
         assert (other.gateway.phase.state, other.gateway.swarm.job.max_tokens) == ("sampling", 16)

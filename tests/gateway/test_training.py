@@ -3,8 +3,8 @@
 1. A full batch is learned, and the version grows by one.
 2. Calls of live episodes are held while the worker learns. `begin` is refused, or waits if it asks to.
 3. A held call becomes a 503 after `call_timeout`.
-4. A worker that crashes (idle, while learning; during a call: `test_worker_crashes.py`) is replaced and reaches the
-   same weights.
+4. A worker that crashes while it is idle is replaced and reaches the same weights. While it learns:
+   `test_operations.py` and `test_policies.py`; during a call: `test_calls.py`.
 5. A restart of the whole gateway on the same data dir reaches the same weights.
 6. Without disk space for a checkpoint the last good one stays, training continues, and an event reports it.
 7. The engine gives up on a batch that kills every worker, and reports it.
@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 
-from agentjet.errors import CheckpointError, ConfigError, Conflict, Later, Unavailable, WorkerDied
+from agentjet.errors import CheckpointError, Conflict, Later, Unavailable, WorkerDied
 from agentjet.protocol import AbortRequest, BeginRequest, FinishRequest, status_of
 from agentjet.server.health import cutting_limit
 from agentjet.server.training import MAX_FAILURES
@@ -80,9 +80,7 @@ async def test_calls_are_held_while_the_worker_learns(tmp_path: Path) -> None:
     async with running(tmp_path / "d") as run:
         watcher = await run.gateway.begin(BeginRequest(task_id="e", mode="eval"))
         run.compute.may_learn.clear()
-        for group in range(2):
-            for member in range(2):
-                await run.episode(float(member), task=f"t{group}")
+        await run.fill_batch()
         await run.until(lambda: run.gateway.phase.state == "learning")
         held = asyncio.create_task(run.say(watcher.id))
         refused = BeginRequest(task_id="t")
@@ -138,17 +136,6 @@ async def test_a_worker_that_dies_between_batches_is_replaced(tmp_path: Path) ->
         await run.batch()
         assert run.compute.weights == expected
         assert run.compute.learned == [2], "the checkpoint of version 2 was loaded, nothing replayed"
-
-
-async def test_a_worker_that_dies_while_learning_learns_the_batch_once(tmp_path: Path) -> None:
-    expected = await reference_weights(tmp_path, 2)
-    async with running(tmp_path / "d") as run:
-        await run.batch()
-        run.compute.die_after = ["optim_step policy"]
-        await run.batch()
-        assert run.compute.weights == expected
-        assert run.compute.learned == [0, 1]
-        assert run.gateway.status().episodes["trained"] == 8
 
 
 @pytest.mark.parametrize(("checkpoint_every", "request_"), [(0, {}), (1, {}), (2, {}), (0, {"top_p": 0.9})])
@@ -256,9 +243,7 @@ async def test_a_batch_that_kills_every_worker_ends_in_failed(tmp_path: Path, mo
             slept.append(seconds)
 
         monkeypatch.setattr(run.gateway.engine, "_sleep", sleep)
-        for group in range(2):
-            for member in range(2):
-                await run.episode(float(member), task=f"t{group}")
+        await run.fill_batch()
         await run.until(lambda: run.gateway.swarm.policy_version == 1)
         run.compute.fail_start = [WorkerDied("out of memory") for _ in range(5)]
         run.compute.die()
@@ -278,7 +263,7 @@ async def test_a_batch_that_kills_two_workers_is_set_aside(tmp_path: Path) -> No
         await run.batch()
         weights = run.compute.weights
         run.compute.deadly = {("default", 1)}
-        members = [await run.episode(float(i % 2), task=f"t{i // 2}") for i in range(4)]
+        members = await run.fill_batch()
         await run.until(lambda: run.gateway.status().episodes["dropped"] == 4)
         await run.until(lambda: run.gateway.phase.state == "sampling")
         swarm = run.gateway.swarm
@@ -307,8 +292,7 @@ async def test_training_goes_on_if_the_journal_refuses_to_set_a_batch_aside(
 
         monkeypatch.setattr(batches, "quarantine", refusing)
         run.compute.deadly = {("default", 0)}
-        for i in range(4):
-            await run.episode(float(i % 2), task=f"t{i // 2}")
+        await run.fill_batch()
         await run.until(lambda: run.gateway.status().episodes["dropped"] == 4)
         assert refused
         run.compute.deadly.clear()
@@ -365,7 +349,7 @@ async def test_a_batch_that_the_gateway_cannot_work_with_is_set_aside(
 
         monkeypatch.setattr(swarm.batches, moment, cannot)
         await run.batch()
-        members = [await run.episode(float(i % 2), task=f"t{i // 2}") for i in range(4)]
+        members = await run.fill_batch()
         await run.until(lambda: run.gateway.status().episodes["dropped"] == 4)
         assert {swarm.episode(member).dropped for member in members} == {"poisoned"}
         await run.batch()
@@ -384,45 +368,10 @@ async def test_a_worker_that_dies_while_it_loads_what_was_learned_is_started_aga
         assert (run.compute.starts, run.gateway.swarm.policy_version) == (2, 1)
 
 
-async def test_a_model_that_cannot_be_had_stops_the_start(tmp_path: Path) -> None:
-    def missing(compute: ScriptedCompute) -> None:
-        compute.fail_start = [ConfigError("model.name = 'x': there is no such model")]
-
-    with pytest.raises(ConfigError, match="no such model"):
-        async with running(tmp_path / "d", prepare=missing):
-            pass
-
-
-async def test_completions_longer_than_the_models_context_stop_the_start(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"job\.max_tokens = 1000000 leaves no room for a prompt"):
-        async with running(tmp_path / "d", job={"max_tokens": 1_000_000}):
-            pass
-
-
-async def test_stop_and_start(tmp_path: Path) -> None:
-    async with running(tmp_path / "d") as run:
-        await run.batch()
-        episode = await run.gateway.begin(BeginRequest(task_id="t"))
-        await run.gateway.engine.stop()
-        assert run.gateway.status().state == "offline" and not run.compute.running
-        for ask in (run.gateway.begin(BeginRequest(task_id="t")), run.say(episode.id)):
-            with pytest.raises(Later) as refusal:
-                await ask
-            assert (status_of(refusal.value), refusal.value.code) == (503, "engine_stopped")
-        with pytest.raises(Conflict):
-            await run.gateway.versions.save()
-        run.gateway.engine.start()
-        await run.gateway.engine.wait_until_up()
-        assert run.compute.version == 1
-        assert (await run.say(episode.id)).versions[0] == 1
-
-
 async def test_a_stop_ends_the_batch_being_learned_first(tmp_path: Path) -> None:
     async with running(tmp_path / "d") as run:
         run.compute.may_learn.clear()
-        for group in range(2):
-            for member in range(2):
-                await run.episode(float(member), task=f"t{group}")
+        await run.fill_batch()
         await run.until(lambda: run.gateway.phase.state == "learning")
         stopping = asyncio.create_task(run.gateway.engine.stop())
         await asyncio.sleep(0.01)
@@ -445,37 +394,6 @@ async def test_the_call_of_an_ended_episode_is_cut_off(tmp_path: Path) -> None:
             with pytest.raises(Conflict):
                 await asyncio.wait_for(call, 5)
         assert run.gateway.status().calls_active == 0
-
-
-async def test_on_demand_checkpoint_and_export(tmp_path: Path) -> None:
-    async with running(tmp_path / "d") as run:
-        await run.batch()
-        info = await run.gateway.versions.save()
-        assert info == await run.gateway.versions.save() and info.policy_version == 1
-        exported = await run.gateway.versions.export()
-        assert (Path(exported.path) / "model.txt").read_text() == run.compute.weights
-
-
-async def test_events_come_in_order_and_without_gaps(tmp_path: Path) -> None:
-    async with running(tmp_path / "d") as run:
-        await run.batch()
-        seen = []
-        async for event in run.gateway.events(0, keep_alive=0.02):
-            if event is None:
-                break
-            seen.append(event)
-        assert [event.seq for event in seen] == list(range(1, len(seen) + 1))
-        kinds = {event.kind for event in seen}
-        assert {"state", "episode", "step"} <= kinds
-        later = [event async for event in _until_none(run, seen[-2].seq)]
-        assert [event.seq for event in later] == [seen[-1].seq]
-
-
-async def _until_none(run, after):  # type: ignore[no-untyped-def]
-    async for event in run.gateway.events(after, keep_alive=0.02):
-        if event is None:
-            return
-        yield event
 
 
 async def test_with_stale_tokens_allowed_calls_go_on_while_the_policy_learns(tmp_path: Path) -> None:
@@ -531,8 +449,7 @@ async def test_a_batch_that_samplers_may_have_is_never_given_up(
     async with running(tmp_path / "d", prepare=separate) as run:
         await run.batch()
         monkeypatch.setattr(run.gateway.swarm.batches, "learned_in_slices", cannot)
-        for i in range(4):
-            await run.episode(float(i % 2), task=f"t{i // 2}")
+        await run.fill_batch()
         await run.until(lambda: run.gateway.phase.state == "failed")
     async with running(tmp_path / "d", prepare=deadly, wait_ready=False) as run:
         await run.until(lambda: run.gateway.phase.state == "failed")

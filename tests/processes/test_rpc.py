@@ -477,8 +477,3 @@ def test_a_process_ends_with_its_connection(sent: bytes, code: int) -> None:
             assert (output, process.returncode) == ("bye\n", code)
 
     run(test())
-
-
-def test_a_link_needs_its_environment() -> None:
-    with pytest.raises(KeyError):
-        Link.from_environment({})

@@ -1,8 +1,18 @@
-"""Asynchronous tests run on asyncio."""
+"""Asynchronous tests run on asyncio; a model that reasons and calls tools."""
+
+from pathlib import Path
 
 import pytest
+
+from agentjet.types import ModelInfo
+from tests.server.speaking import tool_card
 
 
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
+
+
+@pytest.fixture
+def card(tmp_path: Path) -> ModelInfo:
+    return tool_card(tmp_path)

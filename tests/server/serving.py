@@ -20,6 +20,7 @@ from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from agentjet.client.threads import LoopThread
 from agentjet.front.http import listen, uvicorn_config
 from agentjet.front.keys import Keys
+from agentjet.protocol import EpisodeTree
 from agentjet.server.app import create_app
 from tests.fakes import Running, running
 
@@ -29,6 +30,11 @@ TOKEN = "client-token-client-token"
 ADMIN = "admin-token-admin-token-admin"
 VIEWER = "viewer-token-viewer-token"
 SECRET = "secret-of-keys-secret-of-keys"
+
+
+def bearer(token: str) -> dict[str, str]:
+    """Returns the header of a token, or of none."""
+    return {"Authorization": f"Bearer {token}"} if token else {}
 
 
 @dataclass
@@ -50,6 +56,16 @@ class Served:
         assert response.status_code == 200, response.text
         answer: dict[str, Any] = response.json()
         return answer
+
+    async def view(self, episode: dict[str, Any]) -> EpisodeTree:
+        """Returns an episode with its calls, as the page shows it."""
+        response = await self.http.get(f"/swarm/v1/episodes/{episode['episode_id']}")
+        assert response.status_code == 200, response.text
+        return EpisodeTree.model_validate(response.json())
+
+    async def orphans(self, episode: dict[str, Any]) -> list[str]:
+        """Returns for each call the reason that it is not trained for, or nothing."""
+        return [call.orphan for call in (await self.view(episode)).calls]
 
     def openai(self, episode: dict[str, Any], **uvicorn_config: Any) -> AsyncOpenAI:
         """Returns OpenAI's SDK with the key of an episode."""

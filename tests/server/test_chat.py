@@ -1,4 +1,7 @@
-"""OpenAI's chat completions, requested with OpenAI's SDK: seeds, choices, roles, names of models, keys in a URL."""
+"""OpenAI's chat completions, requested with OpenAI's SDK: seeds, choices, names of models, control tokens in texts.
+
+Roles: `test_model_names.py`; keys in a URL: `test_dialects.py` and `test_logs.py`.
+"""
 
 from __future__ import annotations
 
@@ -97,16 +100,6 @@ async def test_a_disconnect_in_the_middle_of_a_stream(tmp_path: Path) -> None:
         assert served.run.gateway.swarm.episode(episode["episode_id"]).num_calls == 0
 
 
-async def test_roles_hold_conversations_of_their_own(tmp_path: Path) -> None:
-    async with serving(tmp_path / "d") as served:
-        episode = await served.begin()
-        client = served.openai(episode)
-        await client.chat.completions.create(model="policy@planner", messages=HELLO)
-        await client.chat.completions.create(model=f"{episode['model']}@critic", messages=HELLO)
-        tree = served.run.gateway.swarm.tree
-        assert [len(tree(episode["episode_id"], role).calls) for role in ("planner", "critic", "")] == [1, 1, 0]
-
-
 async def test_models(tmp_path: Path) -> None:
     async with serving(tmp_path / "d") as served:
         episode = await served.begin()
@@ -132,21 +125,6 @@ async def test_a_temperature_too_cold_to_compute_with_names_the_way_out(tmp_path
             "/swarm/v1/episodes", json={"task_id": "t", "mode": "eval", "temperature": 1e-44}
         )
         assert (refused.status_code, refused.json()["param"]) == (422, "temperature")
-
-
-async def test_a_key_in_the_url(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("DEBUG")
-    async with serving(tmp_path / "d") as served:
-        episode = await served.begin()
-        path = f"/k/{episode['api_key']}/v1"
-        client = served.openai({"base_url": served.url + path, "api_key": "none"})
-        answer = await client.chat.completions.create(model="policy", messages=HELLO)
-        assert answer.choices[0].message.content == "hi"
-        assert [model.id for model in (await client.models.list()).data] == ["tiny"]
-        missing = await served.http.post(path + "/nonsense", json={})
-        assert missing.status_code == 404 and episode["api_key"] not in missing.text
-        ours = [record for record in caplog.records if not record.name.startswith(("httpx", "httpcore", "openai"))]
-        assert not any(episode["api_key"] in record.getMessage() for record in ours)
 
 
 async def test_control_tokens_in_user_text_stay_text(tmp_path: Path) -> None:

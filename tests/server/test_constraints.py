@@ -19,7 +19,6 @@ from agentjet.timeline.support import unpack_sets
 from agentjet.types import ModelInfo, SamplingParams
 from tests.fakes import Script
 from tests.server.serving import serving
-from tests.tiny import make_model_info
 from tests.walks import Walker
 
 pytestmark = pytest.mark.anyio
@@ -43,11 +42,6 @@ TOOLS: list[Any] = [tool("add"), tool("sub")]
 class Point(BaseModel):
     x: Literal[1, 2]
     label: Literal["a", "b"]
-
-
-@pytest.fixture
-def card(tmp_path: Path) -> ModelInfo:
-    return make_model_info(tmp_path / "qwen", "qwen3", tool_format="hermes")
 
 
 def walking(card: ModelInfo) -> Script:

@@ -26,13 +26,9 @@ from agentjet.errors import CheckpointError
 from agentjet.front.requests import allowed_hosts
 from agentjet.server.app import create_app
 from tests.fakes import running
-from tests.server.serving import ADMIN, serving
+from tests.server.serving import ADMIN, bearer, serving
 
 pytestmark = pytest.mark.anyio
-
-
-def bearer(token: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {token}"}
 
 
 async def test_an_episode_from_begin_to_finish(tmp_path: Path) -> None:
@@ -126,7 +122,10 @@ async def test_who_may_do_what(tmp_path: Path) -> None:
             assert await code(method, path, "", body) == "401 token_missing"
             assert await code(method, path, client, body) == "403 admin_token_needed"
             assert await code(method, path, mine["api_key"], body) == "403 not_your_episode"
-        own = f"/episodes/{mine['episode_id']}/heartbeat"
+        shown = f"/episodes/{mine['episode_id']}"
+        assert await code("GET", shown, mine["api_key"]) == "200"
+        assert await code("GET", shown, other["api_key"]) == "403 not_your_episode"
+        own = f"{shown}/heartbeat"
         assert await code("POST", own, mine["api_key"]) == "200"
         assert await code("POST", own, other["api_key"]) == "403 not_your_episode"
         assert await code("POST", own, mine["api_key"] + "x") == "401 key_invalid"
@@ -193,9 +192,10 @@ async def test_a_client_that_leaves_while_it_waits_gets_no_episode(tmp_path: Pat
 
 async def test_a_stopped_engine(tmp_path: Path) -> None:
     async with serving(tmp_path / "d") as served:
+        await served.run.batch()
         episode = (await served.begin())["episode_id"]
         stopped = await served.http.post("/swarm/v1/stop", headers=bearer(ADMIN))
-        assert stopped.json()["state"] == "offline"
+        assert stopped.json()["state"] == "offline" and not served.run.compute.running
         refused = await served.http.post("/swarm/v1/episodes", json={"task_id": "t"})
         assert (refused.status_code, refused.json()["code"]) == (503, "engine_stopped")
         assert int(refused.headers["Retry-After"]) >= 1
@@ -204,6 +204,8 @@ async def test_a_stopped_engine(tmp_path: Path) -> None:
         assert (await served.http.post("/swarm/v1/start", headers=bearer(ADMIN))).status_code == 200
         await served.run.gateway.engine.wait_until_up()
         assert (await served.http.get("/swarm/v1/status")).json()["state"] == "sampling"
+        again = await served.begin(mode="eval")
+        assert served.run.compute.version == 1 == (await served.run.say(again["episode_id"])).versions[0]
 
 
 async def test_the_job_is_compared_and_set(tmp_path: Path) -> None:
@@ -240,7 +242,7 @@ async def test_checkpoints(tmp_path: Path) -> None:
         assert made["policy_version"] == 0
         assert (await served.http.get("/swarm/v1/checkpoints")).json() == [made]
         exported = (await served.http.post("/swarm/v1/exports")).json()
-        assert (Path(exported["path"]) / "model.txt").exists()
+        assert (Path(exported["path"]) / "model.txt").read_text() == served.run.compute.weights
         for path in ("/swarm/v1/checkpoints", "/swarm/v1/exports"):
             refused = await served.http.post(path, json={"path": "/elsewhere"})
             assert (refused.status_code, refused.json()["param"]) == (422, "path")

@@ -24,8 +24,7 @@ from agentjet.types import Message, ModelInfo, ToolCall
 from tests.fakes import saying
 from tests.server.serving import Served, serving
 from tests.server.speaking import HELLO, MESSAGES, ask, assert_one_timeline, calls_of
-from tests.server.speaking import tool_card as make_tool_card
-from tests.tiny import make_model_info, tokenizer
+from tests.tiny import tokenizer
 
 pytestmark = pytest.mark.anyio
 TOOLS = list(MESSAGES.tools)
@@ -37,8 +36,8 @@ TWO_CALLS = (
 )
 
 
-async def test_the_events_of_a_stream(tmp_path: Path, tool_card: ModelInfo) -> None:
-    async with serving(tmp_path / "d", saying(lambda prompt: TWO_CALLS), card=tool_card) as served:
+async def test_the_events_of_a_stream(tmp_path: Path, card: ModelInfo) -> None:
+    async with serving(tmp_path / "d", saying(lambda prompt: TWO_CALLS), card=card) as served:
         client = served.anthropic(await served.begin())
         stream = await client.messages.create(model="policy", messages=HELLO, tools=TOOLS, max_tokens=300, stream=True)
         events = [event.to_dict() async for event in stream]
@@ -61,11 +60,6 @@ async def test_the_events_of_a_stream(tmp_path: Path, tool_card: ModelInfo) -> N
     texts = [delta["text"] for delta in deltas if delta["type"] == "text_delta"]  # type: ignore[index]
     assert "".join(texts) == "Let me see." and len(texts) > 3, "it really streams"  # type: ignore[arg-type]
     assert [d["signature"] for d in deltas if d["type"] == "signature_delta"] == [SIGNATURE]  # type: ignore[index]
-
-
-@pytest.fixture
-def tool_card(tmp_path: Path) -> ModelInfo:
-    return make_tool_card(tmp_path)
 
 
 def result(call_id: str, content: Any, **more: Any) -> dict[str, Any]:
@@ -94,10 +88,10 @@ ODD = {
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("arguments", ODD.values(), ids=ODD)
 async def test_odd_arguments_come_back_as_they_were(
-    tmp_path: Path, tool_card: ModelInfo, arguments: str, stream: bool
+    tmp_path: Path, card: ModelInfo, arguments: str, stream: bool
 ) -> None:
     said = f'<tool_call>\n{{"name": "add", "arguments": {arguments}}}\n</tool_call>'
-    async with serving(tmp_path / "d", saying(lambda prompt: said), card=tool_card, job={"max_tokens": 1000}) as served:
+    async with serving(tmp_path / "d", saying(lambda prompt: said), card=card, job={"max_tokens": 1000}) as served:
         episode = await served.begin()
         client = served.anthropic(episode)
         answer = await ask(client, tools=TOOLS, stream=stream, max_tokens=1000)
@@ -107,8 +101,8 @@ async def test_odd_arguments_come_back_as_they_were(
         assert_one_timeline(served, episode)
 
 
-async def test_results_of_tools_and_text_keep_their_order(tmp_path: Path, tool_card: ModelInfo) -> None:
-    async with serving(tmp_path / "d", card=tool_card) as served:
+async def test_results_of_tools_and_text_keep_their_order(tmp_path: Path, card: ModelInfo) -> None:
+    async with serving(tmp_path / "d", card=card) as served:
         client = served.anthropic(await served.begin())
         use = {"type": "tool_use", "id": "t1", "name": "add", "input": {}}
         content = [
@@ -125,9 +119,9 @@ async def test_results_of_tools_and_text_keep_their_order(tmp_path: Path, tool_c
     assert places == sorted(places)
 
 
-async def test_the_same_prompt_as_chats(tmp_path: Path, tool_card: ModelInfo) -> None:
+async def test_the_same_prompt_as_chats(tmp_path: Path, card: ModelInfo) -> None:
     """System blocks are one system message; `tool_choice` none offers no tools."""
-    async with serving(tmp_path / "d", card=tool_card) as served:
+    async with serving(tmp_path / "d", card=card) as served:
         episode = await served.begin()
         system = [
             {"type": "text", "text": "Be "},
@@ -147,8 +141,8 @@ async def test_the_same_prompt_as_chats(tmp_path: Path, tool_card: ModelInfo) ->
     assert first.prompt == second.prompt
 
 
-async def test_tokens_are_counted_exactly(tmp_path: Path, tool_card: ModelInfo) -> None:
-    async with serving(tmp_path / "d", saying(lambda prompt: TWO_CALLS), card=tool_card) as served:
+async def test_tokens_are_counted_exactly(tmp_path: Path, card: ModelInfo) -> None:
+    async with serving(tmp_path / "d", saying(lambda prompt: TWO_CALLS), card=card) as served:
         episode = await served.begin()
         client = served.anthropic(episode)
         asked: dict[str, Any] = {"model": "policy", "tools": TOOLS, "system": "s"}
@@ -163,12 +157,12 @@ async def test_tokens_are_counted_exactly(tmp_path: Path, tool_card: ModelInfo) 
 
 
 async def test_arguments_that_an_agent_fills_in_with_defaults_continue_the_timeline(
-    tmp_path: Path, tool_card: ModelInfo
+    tmp_path: Path, card: ModelInfo
 ) -> None:
     schema = {"type": "object", "properties": {"all": {"type": "boolean", "default": False}}}
     said = '<tool_call>\n{"name": "edit", "arguments": {"path":  "x"}}\n</tool_call>'
     tools: Any = [{"name": "edit", "input_schema": schema}]
-    async with serving(tmp_path / "d", saying(lambda prompt: said), card=tool_card) as served:
+    async with serving(tmp_path / "d", saying(lambda prompt: said), card=card) as served:
         episode = await served.begin()
         client, messages = served.anthropic(episode), [*HELLO]
         for _ in range(3):
@@ -180,8 +174,7 @@ async def test_arguments_that_an_agent_fills_in_with_defaults_continue_the_timel
         assert_one_timeline(served, episode)
 
 
-async def test_a_schema_that_cannot_be_followed_goes_by_its_own_name(tmp_path: Path) -> None:
-    card = make_model_info(tmp_path / "qwen", "qwen3", tool_format="hermes")
+async def test_a_schema_that_cannot_be_followed_goes_by_its_own_name(tmp_path: Path, card: ModelInfo) -> None:
     tool = {"name": "f", "input_schema": {"type": "object", "properties": {"a": {"type": "x"}}}, "strict": True}
     async with serving(tmp_path / "d", card=card) as served:
         client = served.anthropic(await served.begin())
@@ -203,8 +196,7 @@ def reply(prompt: str) -> str:
     return "It is 3." if "<tool_response>\n3\n</tool_response>" in prompt else call
 
 
-async def test_the_tool_runner_sends_its_history_itself(tmp_path: Path) -> None:
-    card = make_model_info(tmp_path / "qwen", "qwen3", tool_format="hermes")
+async def test_the_tool_runner_sends_its_history_itself(tmp_path: Path, card: ModelInfo) -> None:
     async with serving(tmp_path / "d", saying(reply), card=card, job={"max_tokens": 300}) as served:
         episode = await served.begin()
         client = served.anthropic(episode)

@@ -9,22 +9,17 @@
 from __future__ import annotations
 
 import asyncio
-import sqlite3
 import threading
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.server.serving import ADMIN, VIEWER, Served, serving
+from tests.server.serving import ADMIN, VIEWER, Served, bearer, serving
+from tests.swarm.world import refused_commits
 
 pytestmark = pytest.mark.anyio
-
-
-def bearer(token: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {token}"}
 
 
 async def samples(served: Served) -> dict[str, float]:
@@ -57,38 +52,21 @@ async def test_alive_and_ready(tmp_path: Path) -> None:
         assert {"200", "503"} <= served.app.openapi()["paths"]["/readyz"]["get"]["responses"].keys()
 
 
-class FullDisk:
-    """A database on a full disk."""
-
-    def __init__(self, database: sqlite3.Connection) -> None:
-        self._database = database
-
-    def execute(self, statement: str, *args: Any) -> sqlite3.Cursor:
-        if statement == "COMMIT":
-            raise sqlite3.OperationalError("database or disk is full")
-        return self._database.execute(statement, *args)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._database, name)
-
-
 async def test_a_full_disk_is_told_once_and_over_when_it_takes_a_write(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with serving(tmp_path / "d") as served:
-        journal = served.run.gateway._journal
-        database, journal.file.db = journal.file.db, FullDisk(journal.file.db)  # type: ignore[assignment]
-        for _ in range(3):
-            refused = await served.http.post("/swarm/v1/episodes", json={"task_id": "t"})
-            assert (refused.status_code, refused.json()["code"]) == (503, "journal_unavailable")
-        path = str(served.run.folder / "journal.sqlite")
-        assert path in refused.json()["detail"] and "free some space" in refused.json()["detail"]
-        waiting = (await served.http.get("/swarm/v1/status")).json()["waiting_for"]
-        assert waiting == f"the disk. {refused.json()['detail']}"
-        ready = await served.http.get("/readyz")
-        assert (ready.status_code, ready.json()) == (503, {"ready": False, "state": "sampling"})
-        assert [record.levelname for record in caplog.records if path in record.message] == ["ERROR"]
-        journal.file.db = database
+        with refused_commits(served.run.gateway._journal):
+            for _ in range(3):
+                refused = await served.http.post("/swarm/v1/episodes", json={"task_id": "t"})
+                assert (refused.status_code, refused.json()["code"]) == (503, "journal_unavailable")
+            path = str(served.run.folder / "journal.sqlite")
+            assert path in refused.json()["detail"] and "free some space" in refused.json()["detail"]
+            waiting = (await served.http.get("/swarm/v1/status")).json()["waiting_for"]
+            assert waiting == f"the disk. {refused.json()['detail']}"
+            ready = await served.http.get("/readyz")
+            assert (ready.status_code, ready.json()) == (503, {"ready": False, "state": "sampling"})
+            assert [record.levelname for record in caplog.records if path in record.message] == ["ERROR"]
         await served.run.until(lambda: not served.run.gateway.swarm.file.refusal)  # by itself: nothing is asked
         assert (await served.http.get("/readyz")).status_code == 200
         assert (await served.http.get("/swarm/v1/status")).json()["waiting_for"].startswith("clients")

@@ -20,10 +20,9 @@ import pytest
 from agentjet.cli.episodes import episode_lines
 from agentjet.front.dialects import DIALECTS, keys_table
 from agentjet.front.dialects.dialect import Body, request_notes
-from agentjet.protocol import EpisodeTree
-from tests.server.serving import Served, serving
+from agentjet.types import ModelInfo
+from tests.server.serving import serving
 from tests.server.speaking import CHAT, HELLO, MESSAGES, RESPONSES, Speech
-from tests.tiny import make_model_info
 
 pytestmark = pytest.mark.anyio
 
@@ -61,11 +60,6 @@ def test_what_is_empty_needs_no_rule() -> None:
         if dialect.path in bodies:
             body = dialect.request.model_validate({"model": "policy"} | bodies[dialect.path])
             assert list(request_notes(body, dialect.keys, "refuse")) == []
-
-
-async def view(served: Served, episode: dict[str, Any]) -> EpisodeTree:
-    response = await served.http.get(f"/swarm/v1/episodes/{episode['episode_id']}")
-    return EpisodeTree.model_validate(response.json())
 
 
 UNREADABLE: list[tuple[str, dict[str, Any], str]] = [
@@ -115,7 +109,7 @@ async def test_unreadable_parts_are_refused_by_name_in_every_dialect(tmp_path: P
         }
         response = await served.http.post("/swarm/v1/sft", json={"demonstrations": [demonstration]})
         assert response.status_code == 400 and "t: messages.0.content.0 is of type 'image_url'" in response.text
-        shown = await view(served, episode)
+        shown = await served.view(episode)
         assert not shown.calls and shown.refused["unsupported_content: messages[].content[]"] == 5
         assert shown.unscorable
 
@@ -174,14 +168,13 @@ NOTED: dict[Speech, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("dialect", NOTED, ids=str)
-async def test_noted_keys_are_counted_and_shown(tmp_path: Path, dialect: Speech) -> None:
+async def test_noted_keys_are_counted_and_shown(tmp_path: Path, card: ModelInfo, dialect: Speech) -> None:
     body, notes = NOTED[dialect]
-    card = make_model_info(tmp_path / "qwen", "qwen3", tool_format="hermes")
     async with serving(tmp_path / "d", card=card, job={"images": "omit"}) as served:
         episode = await served.begin()
         for _ in range(2):
             await dialect.ask(served, episode, **body)
-        shown = await view(served, episode)
+        shown = await served.view(episode)
         names = [name.replace("\xa0", " ") for name in notes.split(" ")]
         assert shown.noted == dict.fromkeys([*names, "image omitted"], 2)
         assert shown.calls[0].messages[0]["content"] == f"hello{OMITTED}"
@@ -201,9 +194,9 @@ async def test_the_job_overrides_what_agents_ask_for_in_training(tmp_path: Path)
         first, second = (one.params for one in served.run.compute.asked)
         assert (first.temperature, first.top_p, first.max_tokens) == (0.7, 1.0, 3) and first.seed != 7
         assert (second.temperature, second.top_p, second.max_tokens, second.seed) == (0, 0.5, 3, 7)
-        noted = (await view(served, trained)).noted
+        noted = (await served.view(trained)).noted
         assert noted == {f"{name} overridden by job.sampling.override": 1 for name in ("temperature", "top_p", "seed")}
-        assert (await view(served, evaluated)).noted == {}
+        assert (await served.view(evaluated)).noted == {}
 
 
 async def test_without_the_override_a_refusal_names_it(tmp_path: Path) -> None:
@@ -213,8 +206,7 @@ async def test_without_the_override_a_refusal_names_it(tmp_path: Path) -> None:
             await client.chat.completions.create(model="policy", messages=HELLO, temperature=0)
 
 
-async def test_template_variables_that_change_the_prompt_are_refused(tmp_path: Path) -> None:
-    card = make_model_info(tmp_path / "qwen", "qwen3", tool_format="hermes")
+async def test_template_variables_that_change_the_prompt_are_refused(tmp_path: Path, card: ModelInfo) -> None:
     async with serving(tmp_path / "d", card=card) as served:
         client = served.openai(await served.begin())
         for variables, honest in (({"enable_thinking": True}, True), ({"enable_thinking": False}, False)):
@@ -245,7 +237,7 @@ async def test_refusals_are_counted_on_the_episode(tmp_path: Path) -> None:
                 model="policy", messages=[{"role": "user", "content": "x" * 5000}]
             )
         assert (await served.http.get(f"/k/{sound['api_key']}/v1/telemetry")).status_code == 404
-        shown = await view(served, refused)
+        shown = await served.view(refused)
         assert shown.refused == {
             "unsupported_in_training: temperature": 2,
             "unknown_parameter: temprature": 1,
@@ -254,9 +246,9 @@ async def test_refusals_are_counted_on_the_episode(tmp_path: Path) -> None:
             "not_json": 1,
         }
         assert shown.unscorable and "unscorable" in str(episode_lines(shown)[0])
-        overflowed = await view(served, sound)
+        overflowed = await served.view(sound)
         assert overflowed.refused == {"context_length_exceeded: messages": 1} and not overflowed.unscorable
         await served.http.post(f"/swarm/v1/episodes/{refused['episode_id']}/finish", json={"reward": 0})
     async with serving(tmp_path / "d") as served:
-        again = await view(served, refused)
+        again = await served.view(refused)
         assert (again.status, again.refused, again.unscorable) == ("finished", shown.refused, True)

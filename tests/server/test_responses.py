@@ -21,7 +21,6 @@ from pydantic import TypeAdapter
 from agentjet.types import Call, ModelInfo
 from tests.fakes import Script, saying
 from tests.server.serving import Served, serving
-from tests.tiny import make_model_info
 
 pytestmark = pytest.mark.anyio
 
@@ -36,11 +35,6 @@ CALLS = (
     '<tool_call>\n{"name": "add", "arguments": {"a":  1}}\n</tool_call>\n'
     '<tool_call>\n{"name": "add", "arguments": {"a":  2}}\n</tool_call>'
 )
-
-
-@pytest.fixture
-def card(tmp_path: Path) -> ModelInfo:
-    return make_model_info(tmp_path / "qwen", "qwen3", tool_format="hermes")
 
 
 def turns(*texts: str) -> Script:

@@ -25,7 +25,6 @@ from agentjet.timeline.tree import answer_key
 from agentjet.types import Message, ModelInfo, ToolCall
 from tests.fakes import saying
 from tests.server.serving import Served, serving
-from tests.tiny import make_model_info
 
 PATCH = "*** Begin Patch\n+é \"x\" 'y' \\n\n*** End Patch"
 LARK: Any = {"type": "grammar", "syntax": "lark", "definition": 'start: "*** Begin Patch" /.*/'}
@@ -39,11 +38,6 @@ TOOLS: list[Any] = [
     },
     {"type": "web_search", "external_web_access": False},
 ]
-
-
-@pytest.fixture
-def card(tmp_path: Path) -> ModelInfo:
-    return make_model_info(tmp_path / "qwen", "qwen3", tool_format="hermes")
 
 
 def called(name: str, arguments: str) -> str:

@@ -13,27 +13,15 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
 from tests.fakes import saying
-from tests.server.serving import Served, serving
+from tests.server.serving import serving
 
 pytestmark = pytest.mark.anyio
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 RETRY = {"x-stainless-retry-count": "1"}
-
-
-async def tree(served: Served, episode: dict[str, Any]) -> dict[str, Any]:
-    response = await served.http.get(f"/swarm/v1/episodes/{episode['episode_id']}")
-    assert response.status_code == 200, response.text
-    answer: dict[str, Any] = response.json()
-    return answer
-
-
-async def orphans(served: Served, episode: dict[str, Any]) -> list[str]:
-    return [call["orphan"] for call in (await tree(served, episode))["calls"]]
 
 
 async def chat(client: openai.AsyncOpenAI, messages: list[Any] = HELLO, **options: Any) -> dict[str, Any]:
@@ -48,10 +36,10 @@ async def test_a_retry_supersedes_the_answer_that_did_not_arrive(tmp_path: Path)
         client = served.openai(episode)
         await chat(client)
         await chat(client, extra_headers=RETRY)
-        calls = (await tree(served, episode))["calls"]
-        assert [(call["orphan"], call["fork"]) for call in calls] == [("retry", ""), ("", "retry")]
-        assert calls[1]["retry_of"] == calls[0]["call_id"]
-        assert not any(calls[0]["mask"]) and any(calls[1]["mask"])
+        lost, retried = (await served.view(episode)).calls
+        assert [(call.orphan, call.fork) for call in (lost, retried)] == [("retry", ""), ("", "retry")]
+        assert retried.retry_of == lost.call_id
+        assert not any(lost.mask) and any(retried.mask)
 
 
 SUPERSEDED: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
@@ -68,7 +56,7 @@ async def test_a_retry_supersedes_its_own_request_only(tmp_path: Path, what: str
         episode = await served.begin()
         for options in requests:
             await chat(served.openai(episode), **options)
-        assert await orphans(served, episode) == expected
+        assert await served.orphans(episode) == expected
 
 
 @pytest.mark.parametrize(
@@ -96,19 +84,7 @@ async def test_a_retry_that_was_never_answered_changes_nothing(tmp_path: Path, t
                 await chat(client, timeout=0.2, extra_headers=headers)
             await served.run.until(lambda: served.run.gateway.status().calls_active == 0)
             served.run.compute.may_sample.set()
-        assert await orphans(served, episode) == expected
-
-
-async def test_a_choice_recorded_before_the_client_left_is_not_trained(tmp_path: Path) -> None:
-    async with serving(tmp_path / "d") as served:
-        served.run.compute.stuck = lambda request, piece: request == 1
-        episode = await served.begin()
-        asking = asyncio.create_task(chat(served.openai(episode), n=2))
-        await served.run.until(lambda: served.run.gateway.swarm.episode(episode["episode_id"]).num_calls == 1)
-        asking.cancel()
-        await served.run.until(lambda: served.run.gateway.status().calls_active == 0)
-        await served.run.gateway.commits.durable()  # The tree is read from what is on disk.
-        assert await orphans(served, episode) == ["undelivered"]
+        assert await served.orphans(episode) == expected
 
 
 async def test_a_retry_of_a_half_recorded_request_leaves_an_equal_vote_alone(tmp_path: Path) -> None:
@@ -127,7 +103,7 @@ async def test_a_retry_of_a_half_recorded_request_leaves_an_equal_vote_alone(tmp
         served.run.compute.stuck = lambda request, piece: False
         await chat(client, n=3, extra_headers=RETRY)
         await served.run.gateway.commits.durable()
-        assert await orphans(served, episode) == [""] * 3 + ["undelivered"] * 3 + [""] * 3
+        assert await served.orphans(episode) == [""] * 3 + ["undelivered"] * 3 + [""] * 3
 
 
 async def test_a_stream_that_ends_early_is_not_heard_unless_it_is_sent_back(tmp_path: Path) -> None:
@@ -138,17 +114,9 @@ async def test_a_stream_that_ends_early_is_not_heard_unless_it_is_sent_back(tmp_
         await chat(client)
         [recorded] = swarm.tree(episode["episode_id"], "").calls
         swarm.undelivered(episode["episode_id"], [recorded.id])
-        assert await orphans(served, episode) == ["undelivered"]
+        assert await served.orphans(episode) == ["undelivered"]
         await chat(client, [*HELLO, {"role": "assistant", "content": "one"}, {"role": "user", "content": "more"}])
-        assert await orphans(served, episode) == ["", ""]
-
-
-async def test_a_delivered_stream_is_trained(tmp_path: Path) -> None:
-    async with serving(tmp_path / "d") as served:
-        episode = await served.begin()
-        stream = await served.openai(episode).chat.completions.create(model="policy", messages=HELLO, stream=True)
-        assert [chunk async for chunk in stream]
-        assert await orphans(served, episode) == [""]
+        assert await served.orphans(episode) == ["", ""]
 
 
 async def test_the_tree_has_messages_tokens_masks_and_versions(tmp_path: Path) -> None:
@@ -157,7 +125,7 @@ async def test_the_tree_has_messages_tokens_masks_and_versions(tmp_path: Path) -
         client = served.openai(episode)
         said = await chat(client)
         await chat(client, [*HELLO, said, {"role": "user", "content": "more"}])
-        whole = await tree(served, episode)
+        whole = (await served.view(episode)).model_dump()
         first, second = whole["calls"]
         assert whole["status"] == "live" and whole["num_calls"] == 2
         assert first["messages"] == HELLO and second["messages"] == [{"role": "user", "content": "more"}]
@@ -169,16 +137,3 @@ async def test_the_tree_has_messages_tokens_masks_and_versions(tmp_path: Path) -
             assert [p is not None for p in call["logprobs"]] == [bool(m) for m in call["mask"]]
             assert {v for v, m in zip(call["versions"], call["mask"], strict=True) if m} == {0}
         assert second["kept"] == len(first["tokens"])
-
-
-async def test_who_may_see_a_tree(tmp_path: Path) -> None:
-    async with serving(tmp_path / "d") as served:
-        mine, other = await served.begin(), await served.begin()
-        async with httpx.AsyncClient(base_url=served.url, verify=False) as http:
-            for key, expected in ((mine["api_key"], 200), (other["api_key"], 403), ("nothing", 401)):
-                path = f"/swarm/v1/episodes/{mine['episode_id']}"
-                response = await http.get(path, headers={"Authorization": f"Bearer {key}"})
-                assert response.status_code == expected, response.text
-        listed = (await served.http.get("/swarm/v1/episodes?limit=1")).json()["episodes"]
-        assert [episode["episode_id"] for episode in listed] == [other["episode_id"]]
-        assert (await served.http.get("/swarm/v1/episodes?limit=0")).status_code == 422

@@ -25,15 +25,11 @@ import pytest
 from agentjet.client.threads import LoopThread
 from agentjet.front.keys import read_secret
 from tests.fakes import recent_episodes
-from tests.server.serving import ADMIN, TOKEN, VIEWER, Served, in_thread, serving
+from tests.server.serving import ADMIN, TOKEN, VIEWER, Served, bearer, in_thread, serving
 
 HELLO = {"model": "policy", "messages": [{"role": "user", "content": "hello"}]}
 NAMES = ("other", "ended", "none")
 """An open run, a run that was ended, and a name without a run."""
-
-
-def bearer(token: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {token}"} if token else {}
 
 
 async def create(served: Served, name: str, **settings: Any) -> httpx.Response:

@@ -16,9 +16,8 @@ import pytest
 
 from agentjet.config import load_config
 from agentjet.errors import ConfigError
-from agentjet.protocol import EpisodeTree
+from agentjet.types import ModelInfo
 from tests.server.serving import Served, serving
-from tests.tiny import make_model_info
 
 RULES: list[dict[str, Any]] = [
     {"name": "title", "system": "You are a title generator*", "tools": "none", "train": False},
@@ -33,14 +32,8 @@ async def say(served: Served, episode: dict[str, Any], system: str, model: str =
     await served.openai(episode).chat.completions.create(model=model, messages=messages, **options)
 
 
-async def view(served: Served, episode: dict[str, Any]) -> EpisodeTree:
-    response = await served.http.get(f"/swarm/v1/episodes/{episode['episode_id']}")
-    return EpisodeTree.model_validate(response.json())
-
-
 @pytest.mark.anyio
-async def test_rules_direct_calls(tmp_path: Path) -> None:
-    card = make_model_info(tmp_path / "qwen", "qwen3", tool_format="hermes")
+async def test_rules_direct_calls(tmp_path: Path, card: ModelInfo) -> None:
     job, server = {"side_calls": RULES}, {"model_aliases": "claude-*"}
     async with serving(tmp_path / "d", card=card, job=job, server=server) as served:
         episode = await served.begin()
@@ -50,7 +43,7 @@ async def test_rules_direct_calls(tmp_path: Path) -> None:
         await say(served, episode, "You are an agent for code.", "claude-haiku-4")
         await say(served, episode, "You are an agent for code.")
         await say(served, episode, "You are an agent for code.", "policy@critic")
-        shown = await view(served, episode)
+        shown = await served.view(episode)
         assert [(call.role, call.orphan) for call in shown.calls] == [
             ("", ""), ("", "side"), ("", ""), ("small", ""), ("sub", ""), ("critic", ""),
         ]  # fmt: skip
@@ -66,7 +59,7 @@ async def test_a_side_conversation_goes_on_by_the_id_of_its_answer(tmp_path: Pat
         asked: Any = {"model": "policy", "instructions": "You are an agent for code."}
         first = await client.responses.create(input="hello", **asked)
         await client.responses.create(input="more", previous_response_id=first.id, **asked)
-        calls = (await view(served, episode)).calls
+        calls = (await served.view(episode)).calls
         assert [call.role for call in calls] == ["sub", "sub"] and calls[1].after == calls[0].call_id
 
 

@@ -74,11 +74,6 @@ async def rest_of(reader: socket.socket) -> bytes:
     return read
 
 
-async def orphans(served: Served, episode: dict[str, Any]) -> list[str]:
-    answer = (await served.http.get(f"/swarm/v1/episodes/{episode['episode_id']}")).json()
-    return [call["orphan"] for call in answer["calls"]]
-
-
 def long_answers() -> Any:
     return saying(lambda prompt: "word " * TOKENS)
 
@@ -100,7 +95,7 @@ async def test_a_reader_that_stalls_is_cut_off(tmp_path: Path) -> None:
             await served.run.until(lambda: served.run.gateway.status().calls_active == 0)
             await asyncio.sleep(STALL_SECONDS + 0.5)
             assert b"[DONE]" not in await rest_of(reader)
-        assert await orphans(served, episode) == ["undelivered"] * CHOICES
+        assert await served.orphans(episode) == ["undelivered"] * CHOICES
 
 
 @pytest.mark.usefixtures("impatient")
@@ -109,7 +104,7 @@ async def test_a_finish_does_not_train_what_is_still_being_handed_out(tmp_path: 
         episode = await served.begin()
         with await stalled(served, episode) as reader:
             await served.http.post(f"/swarm/v1/episodes/{episode['episode_id']}/finish", json={"reward": 1.0})
-            assert await orphans(served, episode) == ["undelivered"] * CHOICES
+            assert await served.orphans(episode) == ["undelivered"] * CHOICES
             await served.run.until(lambda: served.run.gateway.status().calls_active == 0)
             await asyncio.sleep(STALL_SECONDS + 0.5)
             assert b"[DONE]" not in await rest_of(reader)
@@ -130,7 +125,7 @@ async def test_who_leaves_without_reading_has_not_heard(tmp_path: Path) -> None:
         with await stalled(served, episode):
             pass
         await served.run.until(lambda: served.run.gateway.status().calls_active == 0)
-        assert await orphans(served, episode) == ["undelivered"] * CHOICES
+        assert await served.orphans(episode) == ["undelivered"] * CHOICES
 
 
 async def test_who_reads_late_has_heard(tmp_path: Path) -> None:
@@ -143,7 +138,7 @@ async def test_who_reads_late_has_heard(tmp_path: Path) -> None:
                 read += await asyncio.get_running_loop().sock_recv(reader, 65536)
             await served.run.until(lambda: served.run.gateway.status().calls_active == 0)
         assert served.run.gateway.swarm.episode(episode["episode_id"]).status == "live"
-        assert await orphans(served, episode) == [""] * CHOICES
+        assert await served.orphans(episode) == [""] * CHOICES
 
 
 async def test_a_stop_does_not_wait_for_readers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -153,4 +148,4 @@ async def test_a_stop_does_not_wait_for_readers(tmp_path: Path, caplog: pytest.L
     reader.close()
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
     async with serving(tmp_path / "d") as served:
-        assert await orphans(served, episode) == ["undelivered"] * CHOICES
+        assert await served.orphans(episode) == ["undelivered"] * CHOICES

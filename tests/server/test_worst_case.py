@@ -23,9 +23,6 @@ import pytest
 from openai import AsyncOpenAI
 
 from agentjet.timeline import ConversationTree, Forest
-from agentjet.timeline.batch import TrainingBatch
-from agentjet.types import PolicyId
-from tests.fakes import ScriptedCompute
 from tests.server.conversations import TOOLS, Body
 from tests.server.serving import Served, serving
 from tests.server.test_replay import Recital, ask_plainly, ask_streaming
@@ -37,23 +34,6 @@ pytestmark = pytest.mark.anyio
 ROLLOUTS, TURNS = 8, 9
 REMIND_AT = (3, 6)
 """Turns before which the harness slips in a reminder."""
-
-
-class Learning:
-    """Records the forests that a worker receives."""
-
-    def __init__(self) -> None:
-        self.forests: list[Forest] = []
-
-    def attach(self, compute: ScriptedCompute) -> None:
-        load_batch = compute.load_batch
-
-        async def load_and_tell(policy: PolicyId, batch: TrainingBatch) -> None:
-            self.forests.append(batch.forest)
-            await load_batch(policy, batch)
-
-        compute.load_batch = load_and_tell  # type: ignore[method-assign]
-        compute.piece = 64
 
 
 class Harness:
@@ -100,13 +80,13 @@ async def rollouts(
 ) -> tuple[list[ConversationTree], Forest, Recital]:
     """Runs all rollouts turn by turn, and returns their batch."""
     model = make_model(folder, name)
-    recital, learning = Recital(model), Learning()
+    recital = Recital(model)
     async with serving(
         folder / "data",
         recital,
         card=model.card,
         job={"max_tokens": 10_000, "batch_size": 1, "group_size": ROLLOUTS, "history": history},
-        prepare=learning.attach,
+        prepare=lambda compute: setattr(compute, "piece", 64),
     ) as served:
         harnesses = [
             Harness(served, recital, i, await served.begin(group="g"), forgets=forgets) for i in range(ROLLOUTS)
@@ -118,9 +98,9 @@ async def rollouts(
         for harness in harnesses:
             url = f"/swarm/v1/episodes/{harness.episode['episode_id']}/finish"
             assert (await served.http.post(url, json={"reward": harness.number % 2})).status_code == 200
-        await served.run.until(lambda: bool(learning.forests))
-    [forest] = learning.forests
-    return trees, forest, recital
+        await served.run.until(lambda: bool(served.run.compute.loaded))
+        [batch] = served.run.compute.loaded
+    return trees, batch.forest, recital
 
 
 def check_forest(forest: Forest, trees: list[ConversationTree]) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from agentjet.compute.operations import body_digest
-from agentjet.errors import CheckpointError, ConfigError
+from agentjet.errors import CheckpointError
 from agentjet.swarm import Batch, facts
 from agentjet.timeline.forest import Forest
 from agentjet.timeline.support import EVERYTHING, encode_set, pack_sets
@@ -273,13 +273,6 @@ def test_calls_that_offer_tools_and_omitted_images_are_counted(make_world: Make)
     assert (metrics["tools/offered"], metrics["tools/called"], metrics["batch/omitted"]) == (4.0, 1.0, 1.0)
 
 
-def test_each_finished_episode_is_in_at_most_one_batch(world: World) -> None:
-    batches = [batch for batch, _ in advance(world, steps=3)]
-    trained = [episode_id for batch in batches for episode_id in batch.episode_ids]
-    assert len(trained) == len(set(trained)) == 12 == world.journal.outcomes()["trained"]
-    assert [batch.id for batch in batches] == [0, 1, 2]
-
-
 @pytest.mark.parametrize(("members_a_slice", "num_slices"), [(1, 8), (3, 3), (8, 1), (16, 1)])
 def test_each_group_of_a_learned_batch_has_a_slice_and_its_members_share_slices(
     members_a_slice: int, num_slices: int, make_world: Make, monkeypatch: pytest.MonkeyPatch
@@ -344,18 +337,6 @@ def test_checkpoints_only_move_forward(world: World) -> None:
     world.swarm.batches.checkpointed(2)
     world.swarm.batches.checkpointed(1)
     assert world.swarm.state.durable_version == 2
-
-
-def test_an_empty_journal_starts_at_the_checkpoint(world: World) -> None:
-    assert world.swarm.batches.resume(CheckpointStamp(7, "d")) == []
-    assert world.swarm.policy_version == 7 == world.reopen().policy_version
-    assert advance(world)[0][0].id == 7
-
-
-def test_a_checkpoint_beyond_the_journal_is_refused(world: World) -> None:
-    advance(world)
-    with pytest.raises(ConfigError, match=r"version 5 is newer than the journal, which ends at 1"):
-        world.swarm.batches.check_checkpoint(CheckpointStamp(5, "d"))
 
 
 def test_tokens_logprobs_and_messages_survive_exactly(world: World) -> None:

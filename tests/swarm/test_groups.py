@@ -190,11 +190,6 @@ def test_a_reason_of_a_recipe_is_a_short_name_of_its_own(make_world: Make, reaso
         world.play("a", 1, task_id=reason)
 
 
-def test_zero_variance_groups_are_kept_by_default(world: World) -> None:
-    world.play("a", 1, 1)
-    assert world.swarm.queries.num_groups("complete") == 1
-
-
 def test_rewards_that_differ_for_a_role_are_no_zero_variance(make_world: Make) -> None:
     world = make_world(recipe={"drop_zero_variance": True})
     for critic in (0.0, 1.0):
@@ -225,15 +220,6 @@ def test_eval_episodes_are_never_counted_grouped_or_trained(make_world: Make) ->
     world.swarm.batches.compose()
     assert world.begin("a", mode="eval").status == "live"
     assert world.journal.outcomes()["waiting"] == 2
-
-
-def test_nothing_is_admitted_while_a_batch_is_learned(make_world: Make) -> None:
-    world = make_world(batch_size=1)
-    world.play("a", 0, 1)
-    batch = world.swarm.batches.compose()
-    assert refused(world, "b") == "not_sampling"
-    world.swarm.batches.learned(batch, {})
-    assert world.begin("b").policy_version == 1
 
 
 def test_nothing_is_admitted_after_the_last_step(make_world: Make) -> None:

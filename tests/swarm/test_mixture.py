@@ -172,23 +172,6 @@ def test_a_set_that_left_holds_nobody_up_and_is_owed_nothing(make_world: Make) -
     assert shares(fleet.run(10)) == pytest.approx({"fast": 0.5, "slow": 0.5}, abs=0.051)  # MAX_CARRY groups of 40
 
 
-def test_its_departure_is_a_deadline(make_world: Make) -> None:
-    """Somebody must look then: without other activity nothing would."""
-    world = make_world(batch_size=2, task_weights={"a": 1.0, "b": 1.0})
-    world.abort(world.begin("b0", task_set="b"))
-    world.play("a0", 0, 1, task_set="a")
-    with pytest.raises(Later) as refused:
-        world.begin("a1", task_set="a")
-    assert refused.value.code == "task_set_full"
-    world.now += LEASE - 1
-    with pytest.raises(Later):
-        world.begin("a1", task_set="a")
-    world.now += 1
-    world.swarm.reap()
-    world.play("a1", 0, 1, task_set="a")
-    assert world.swarm.batches.ready()
-
-
 def test_a_set_that_joins_costs_nobody_an_episode(make_world: Make) -> None:
     world = make_world(batch_size=4, task_weights={"*": 1.0})
     fleet = Fleet(world, {"a": 3})

@@ -66,20 +66,16 @@ def test_what_would_make_other_weights_is_refused(
 
 
 @pytest.mark.parametrize(
-    "other",
+    ("was", "now"),
     [
-        settings(dtype="bfloat16"),
-        settings(threads=3, device="cpu", context_length=64),
-        settings(lora={"target_modules": "v_proj, q_proj"}),
+        (settings(), settings(dtype="bfloat16")),
+        (settings(), settings(threads=3, device="cpu", context_length=64)),
+        (settings(), settings(lora={"target_modules": "v_proj, q_proj"})),
+        (settings(lora={"rank": 0}), settings(lora={"rank": 0, "alpha": 1, "target_modules": "q_proj"})),
     ],
 )
-def test_what_changes_nothing_is_free(tmp_path: Path, other: ModelConfig) -> None:
-    Journal.open(begun(tmp_path, settings()), models={"policy": other}).close()
-
-
-def test_settings_of_adapters_are_free_where_there_are_none(tmp_path: Path) -> None:
-    path = begun(tmp_path, settings(lora={"rank": 0}))
-    Journal.open(path, models={"policy": settings(lora={"rank": 0, "alpha": 1, "target_modules": "q_proj"})}).close()
+def test_what_changes_nothing_is_free(tmp_path: Path, was: ModelConfig, now: ModelConfig) -> None:
+    Journal.open(begun(tmp_path, was), models={"policy": now}).close()
 
 
 def test_other_base_weights_are_refused_once_the_worker_is_up(tmp_path: Path) -> None:
@@ -93,13 +89,7 @@ def test_other_base_weights_are_refused_once_the_worker_is_up(tmp_path: Path) ->
             world.swarm.check_origin("policy", card)
     world.swarm.check_origin("policy", CARD)
     world.swarm.check_origin("policy", replace(CARD, weights=""))  # a backend that takes no fingerprint
-    world.close()
-
-
-def test_what_changes_weights_by_rounding_is_free(tmp_path: Path) -> None:
-    begun(tmp_path, settings())
-    world = World(tmp_path)
-    world.swarm.check_origin("policy", replace(CARD, device="cuda:0"))
+    world.swarm.check_origin("policy", replace(CARD, device="cuda:0"))  # It changes weights by rounding only.
     world.close()
 
 

@@ -1,7 +1,7 @@
 """Pinned here:
 
 1. spare episodes and groups: training closes early, the slowest end as surplus, counted, and never scored;
-2. on-policy nothing is begun while a batch is learned; with `max_staleness` as many batches as may wait;
+2. with `max_staleness` as many batches wait as may grow old;
 3. what grew too old is dropped and counted, live episodes included, also after a restart;
 4. a batch never has a token older than `max_staleness`.
 """
@@ -65,14 +65,6 @@ def test_a_spare_group_ends_with_the_batch_on_policy(make_world: Make) -> None:
     assert world.swarm.episode(slow[0].id).dropped == "surplus"
     assert world.swarm.episode(slow[1].id).status == "aborted"
     assert world.swarm.queries.groups == () and world.journal.outcomes()["dropped"] == 1
-
-
-def test_on_policy_nothing_begins_while_a_batch_is_learned(make_world: Make) -> None:
-    world = make_world(batch_size=1)
-    world.play("a", 0, 1)
-    world.swarm.batches.compose()
-    with pytest.raises(Later, match="learning"):
-        world.begin("b")
 
 
 def test_as_many_batches_wait_as_may_grow_old(make_world: Make) -> None:

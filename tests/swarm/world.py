@@ -109,14 +109,14 @@ class World:
 
 
 @contextmanager
-def refused_commits(journal: Journal) -> Iterator[None]:
+def refused_commits(journal: Journal, error: Exception | None = None) -> Iterator[None]:
     """Context in which the disk refuses commits."""
-    real = journal.file.db
+    real, refusal = journal.file.db, error or sqlite3.OperationalError("database or disk is full")
 
     class Full:
         def execute(self, statement: str, *args: object) -> sqlite3.Cursor:
             if statement == "COMMIT":
-                raise sqlite3.OperationalError("database or disk is full")
+                raise refusal
             return real.execute(statement, *args)
 
         def __getattr__(self, name: str) -> object:
