@@ -12,7 +12,7 @@ from agentjet.swarm.facts import build
 from agentjet.swarm.journal import Journal
 from agentjet.swarm.state import Batch, EpisodeRecord
 from agentjet.timeline import Forest
-from agentjet.timeline.tree import orphans
+from agentjet.timeline.tree import OrphanReason, orphans
 from agentjet.types import SOLE_POLICY
 from tests.timeline.agents import Record, meaning
 
@@ -29,8 +29,8 @@ class RecordedJournal:
     def context_lengths(self) -> dict[str, int]:
         return {}
 
-    def undelivered(self, episode_id: str) -> frozenset[str]:
-        return frozenset(self.record.undelivered)
+    def orphans(self, episode_id: str) -> dict[str, OrphanReason]:
+        return orphans([call for call, *_ in self.calls(episode_id)], self.record.undelivered)
 
 
 def build_batch(record: Record, episode_ids: Collection[str]) -> tuple[Forest, dict[str, float]]:
