@@ -116,6 +116,7 @@ async def life_of_a_group(folder: Path) -> None:
         with pytest.raises(WorkerDied, match="rank-1 ended by SIGKILL"):
             await group.load_batch(POLICY, batch)
         processes[0].wait()
+        await group.close()  # The guardian removes the folder after the end of its process.
         assert not Path(diverged.path).parent.exists()
 
 
