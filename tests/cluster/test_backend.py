@@ -22,15 +22,14 @@ from typing import Any
 
 import pytest
 
-from agentjet.compute import backend, ranks
+from agentjet.compute import backend, ranks, samplers
 from agentjet.compute.backend import Hosted, ProcessCompute
-from agentjet.compute.cluster import samplers
-from agentjet.compute.cluster.samplers import StepMeter, check_gpus, sampler_python
+from agentjet.compute.samplers import StepMeter, check_gpus, sampler_python
 from agentjet.config import ComputeConfig, ModelConfig, OptimizerConfig, ServeConfig
 from agentjet.errors import AgentJetError, CheckpointError, ComputeError, ConfigError, PolicyRemoved, WorkerDied
 from agentjet.processes.guardian import Launch
-from agentjet.processes.placement import LocalPlacement
 from agentjet.processes.rpc import Answer, Link, Process, ProcessRequest, dial, encode, read
+from agentjet.processes.supervisor import LocalPlacement
 from agentjet.types import CheckpointStamp, Op, PolicyId, Sampled, SamplerBounds, SamplingParams
 from tests.cluster.fake_replica import INFO, publication
 from tests.fakes import Clock

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from agentjet.processes.guardian import Launch, end_of
-from agentjet.processes.placement import LocalPlacement
+from agentjet.processes.supervisor import LocalPlacement
 from tests.cluster.spawn import PRELOADED
 
 

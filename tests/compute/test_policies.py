@@ -28,13 +28,12 @@ import pytest
 import torch
 
 from agentjet.compute.backend import ProcessCompute
-from agentjet.compute.embedded.model import BaseModel
-from agentjet.compute.embedded.policy import Policy
-from agentjet.compute.embedded.sampler import ModelSampler
-from agentjet.compute.operations import learn
-from agentjet.compute.protocol import LossSpec
+from agentjet.compute.model import BaseModel
+from agentjet.compute.policy import Policy
+from agentjet.compute.protocol import LossSpec, learn
 from agentjet.compute.rank import Rank
 from agentjet.compute.ranks import Ranks
+from agentjet.compute.sampler import ModelSampler
 from agentjet.config import JobConfig, LoraConfig, ModelConfig, OptimizerConfig, SamplerConfig, ServeConfig
 from agentjet.errors import (
     ComputeError,

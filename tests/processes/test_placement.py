@@ -11,7 +11,7 @@ import pytest
 
 from agentjet.errors import ComputeError, ConfigError
 from agentjet.processes.guardian import Launch
-from agentjet.processes.placement import LocalPlacement
+from agentjet.processes.supervisor import LocalPlacement
 
 
 def test_processes_that_start_together_get_different_gpus(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """The conductor: places ranks and replicas on a Ray cluster and watches them. The only process that imports Ray.
 
-The server starts it and sends it requests (`ray_placement`):
+The server starts it and sends it requests (`RayPlacement`):
 
 * `connect(address)`: join a running Ray cluster;
 * `start(Launch) -> place`: run a command in an actor, on a node with enough free GPUs;
@@ -31,8 +31,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from agentjet.errors import ComputeError, ConfigError, install_extra
 from agentjet.processes import guardian
 from agentjet.processes.guardian import Launch, RayActor
-from agentjet.processes.ray_placement import accepts, check_address
 from agentjet.processes.rpc import Answer, Link, ProcessRequest, answering
+from agentjet.processes.supervisor import accepts, check_address
 
 log = logging.getLogger(__name__)
 

@@ -24,10 +24,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from agentjet.compute.embedded.attention import AttentionPlan, DecodeGraphs, StepPlan, flat_forward, step_plan
-from agentjet.compute.embedded.cache import CacheRow, KeyValueCache
-from agentjet.compute.embedded.model import copied_modules
-from agentjet.compute.embedded.policy import PROBE_TOKENS, Policy, first_line, probe_tokens, tolerance
+from agentjet.compute.attention import AttentionPlan, DecodeGraphs, StepPlan, flat_forward, step_plan
+from agentjet.compute.cache import CacheRow, KeyValueCache
+from agentjet.compute.model import copied_modules
+from agentjet.compute.policy import PROBE_TOKENS, Policy, first_line, probe_tokens, tolerance
 from agentjet.compute.token_choice import Grammars, Guide, sample_tokens
 from agentjet.errors import ComputeError, GrammarError, OutOfCache
 from agentjet.types import FinishReason, SamplingParams
