@@ -82,7 +82,7 @@ async def gone(*processes: psutil.Process) -> bool:
 
 
 async def reason(process: Sleeper) -> str:
-    return await asyncio.wait_for(asyncio.shield(process.launched.ended), 60)
+    return (await asyncio.wait_for(asyncio.shield(process.launched.ended), 60)).reason
 
 
 def conductor_of(gateway: psutil.Process) -> psutil.Process:

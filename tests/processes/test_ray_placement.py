@@ -105,7 +105,7 @@ def test_the_end_of_a_process(
     (tmp_path / "log").touch()
     kept = keeper(tmp_path / folder / "log", sys.executable, "-c", program, shared=False)
     _, pid, problem = kept.start()
-    assert pid and not problem and kept.wait() == f"ended with {end.format(tmp_path)}"
+    assert pid and not problem and kept.wait()[0] == f"ended with {end.format(tmp_path)}"
 
 
 def test_stop_waits_for_the_end(tmp_path: Path) -> None:
@@ -115,4 +115,4 @@ def test_stop_waits_for_the_end(tmp_path: Path) -> None:
     children = psutil.Process(pid).children()
     kept.stop()
     assert not psutil.pid_exists(pid) and not any(child.is_running() for child in children)
-    assert kept.wait() == f"ended by SIGKILL; see {tmp_path}/log"
+    assert kept.wait() == (f"ended by SIGKILL; see {tmp_path}/log", None, "")

@@ -351,7 +351,8 @@ class ProcessCompute:
                 room.log_path(name.removesuffix(f".{group}")),  # The ranks of all groups write to one file.
                 COMPUTE_VARIABLES,
                 gpus=room.gpus,
-                beside=f"{policy}/replica-" if settings.colocated else "",
+                group=f"ranks of {policy}",
+                beside=f"replicas of {policy}" if settings.colocated else "",
                 needs_shared_files=True,  # Checkpoints.
             )
 
@@ -404,7 +405,7 @@ class ProcessCompute:
         """Change the number of replicas of a policy to that of its autoscaler. Called once a second."""
         replicas, fleet, autoscaler = samplers.replicas, samplers.replicas.fleet, samplers.autoscaler
         present, completions = fleet.count, replicas.num_running + replicas.num_waiting
-        samplers.meter.count_waiting(replicas.num_waiting)
+        samplers.meter.waiting.append(replicas.num_waiting)
         if hosted.is_learning and not completions:
             return
         wanted = autoscaler.observe(present, completions)

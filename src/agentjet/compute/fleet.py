@@ -31,7 +31,7 @@ from agentjet.compute.weights import WAY_OUT, Publication, probe_error, probe_fa
 from agentjet.config import SamplerConfig
 from agentjet.errors import AgentJetError, ComputeError, ConfigError, PolicyRemoved, WorkerDied, WorkerHung
 from agentjet.processes.rpc import Peer
-from agentjet.processes.supervisor import Watchdog
+from agentjet.processes.supervisor import NotStarted, Watchdog
 from agentjet.types import PolicyId
 
 BLOCK_TOKENS = 64
@@ -125,9 +125,10 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The end of a replica. Its requests fail with `reason`."""
+    """The end of a replica. Its requests fail with `reason`, which is its name and `why`."""
 
     reason: WorkerDied
+    why: str
     cause: Cause
     time: float
     """By the event loop."""
@@ -188,6 +189,8 @@ def choose(loads: Mapping[Key, Load], work: RoutedCompletion) -> Key | None:
 
 
 log = logging.getLogger(__name__)
+
+# ---- the fleet -------------------------------------------------------------------------------------------------------
 
 Start = Callable[[str], Awaitable[Peer]]
 """Starts the replica of that name: launches, connects and loads it. Raises `ConfigError` if no retry can help.
@@ -384,7 +387,7 @@ class Fleet:
         if replica.end.done():
             return
         reason = (WorkerHung if hung else WorkerDied)(f"{replica.name} {why}")
-        end = End(reason, cause, asyncio.get_running_loop().time())
+        end = End(reason, why, cause, asyncio.get_running_loop().time())
         replica.end.set_result(end)
         if cause != "unwanted":
             self._ends.append(end)
@@ -429,7 +432,7 @@ class Fleet:
             known, cause = str(end.reason), self._explain(replica.name)
             log.warning("%s", ": ".join([known, *(text for text in (cause, how) if text and text not in known)]))
             if replica.version is None:
-                self._count_early_end(known.removeprefix(f"{replica.name} "), cause)
+                self._count_early_end(end.why, cause)
         del self._lives[replica]
         self._fill()
         self._change()
@@ -469,7 +472,7 @@ class Fleet:
             while True:
                 await self._keep_current(replica, peer)
         except WorkerDied as error:
-            self.end(replica, str(error).removeprefix(f"{replica.name} "), cause="work")
+            self.end(replica, error.end.reason if isinstance(error, NotStarted) else str(error), cause="work")
         except ConfigError as error:
             if not any(other.version is not None for other in self.replicas):
                 self._fail(error)

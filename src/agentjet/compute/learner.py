@@ -237,6 +237,8 @@ def interface_of(host: str) -> str:
     return ""
 
 
+# ---- the learner -----------------------------------------------------------------------------------------------------
+
 TOKENS_COMPUTED = "forest/tokens_computed"
 NOT_FINITE = "recipe/not_finite"
 """Sum over the tokens of a mini-batch; not a metric."""

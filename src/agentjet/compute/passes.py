@@ -252,10 +252,10 @@ def _leaf(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(torch.is_grad_enabled() and tensor.requires_grad)
 
 
+# ---- distributions ---------------------------------------------------------------------------------------------------
+
 HEAD_ROWS = 512
 """Number of distributions whose logits over the vocabulary exist at the same time."""
-
-
 BIAS = 0.1
 """Size of the constant feature."""
 

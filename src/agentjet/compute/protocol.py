@@ -233,6 +233,8 @@ class Compute(Sampler, Learner, Protocol):
         ...
 
 
+# ---- operations ------------------------------------------------------------------------------------------------------
+
 Result = TypeVar("Result")
 MAX_RESULTS = 256
 """Number of the latest results that are stored."""

@@ -170,7 +170,7 @@ class PolicyHost:
     def _update(self, optimizer: OptimizerConfig) -> dict[str, float]:
         """Change the weights; returns metrics."""
         if self.sampler is not None:
-            self.sampler.pause(self.policy)  # Until the next `publish`, because it shares the weights.
+            self.sampler.paused.add(self.policy)  # Until the next `publish`, because it shares the weights.
         self._is_published = False
         metrics = self.learner.optim_step(optimizer, self.version) | self.learner.weights_changed()
         metrics[FINGERPRINT] = float(self.learner.fingerprint)

@@ -36,8 +36,9 @@ from agentjet.compute.ranks import COMPUTE_VARIABLES, Room
 from agentjet.config import ComputeConfig, ModelConfig, ServeConfig
 from agentjet.config.loader import cache_dir
 from agentjet.errors import AgentJetError, ComputeError, ConfigError, WorkerDied
-from agentjet.processes.guardian import MAX_LINE, Launch, last_lines
+from agentjet.processes.guardian import MAX_LINE, Launch, ProcessEnd, last_lines
 from agentjet.processes.rpc import Peer
+from agentjet.processes.supervisor import NotStarted
 from agentjet.types import ModelInfo, PolicyId, ProcessStatus, Sampled, SamplerBounds, SamplingParams, TokenScore
 
 REPLICA_MODULE = "agentjet.compute.vllm.replica"
@@ -45,6 +46,8 @@ REPLICA_PATH = Path(__file__).parent / "vllm" / "replica_path"
 """On a replica's `PYTHONPATH`: it imports the server's copy of AgentJet."""
 LOAD_SECONDS = 1800.0
 """Time for a replica to load its model. Files may come from a hub or a slow disk."""
+NO_MODULE = "No module named"
+"""Text of Python's error for a library that an environment lacks."""
 TOKEN_SECONDS = 0.2
 """Longest time before a received token that counts as sampling. The rest is a pause."""
 RISE_SECONDS, FALL_SECONDS = 10, 300
@@ -120,13 +123,14 @@ class Samplers:
             log_path,
             {**COMPUTE_VARIABLES, "PYTHONPATH": found},
             gpus=room.gpus * settings.tensor_parallel,
-            beside=f"{self._policy}/rank-" if settings.colocated else "",
+            group=f"replicas of {self._policy}",
+            beside=f"ranks of {self._policy}" if settings.colocated else "",
         )
         try:
             peer = await room.supervisor.start(launch)
-        except WorkerDied as error:
-            is_no_python = "with exit code" in str(error) and not settings.address
-            if "No module named" in str(error) or (is_no_python and not self.replicas.fleet.has_served):
+        except NotStarted as error:
+            is_no_python = error.end.exit_code is not None and not settings.address
+            if NO_MODULE in error.end.last_line or (is_no_python and not self.replicas.fleet.has_served):
                 raise ConfigError(f"{error}. {_way_out(self._python)}") from None
             raise
         try:
@@ -136,7 +140,8 @@ class Samplers:
         except BaseException as error:
             await peer.stop()
             if isinstance(error, TimeoutError):
-                raise WorkerDied(f"{name} did not load for {LOAD_SECONDS:g} s; see {log_path}") from None
+                late = ProcessEnd(f"did not load for {LOAD_SECONDS:g} s; see {log_path}")
+                raise NotStarted(name, late) from None
             if isinstance(error, ConfigError):
                 raise with_cause(error, cause_of(log_path, self._log_starts[name])) from None
             raise
@@ -151,7 +156,7 @@ class StepMeter:
         self._began = self._received_at = clock()
         self._sampled = 0.0
         """Seconds of the step in which at least one completion got tokens."""
-        self._waiting: list[int] = []
+        self.waiting: list[int] = []
         """Completions that waited for a place at a replica, in each second of the step."""
         self._learning_since: float | None = None
         """Time at which the first operation of the step was requested."""
@@ -172,22 +177,18 @@ class StepMeter:
         if self._learning_since is None:
             self._learning_since = self._clock()
 
-    def count_waiting(self, number: int) -> None:
-        """Call once a second with the number of completions that wait for a place at a replica."""
-        self._waiting.append(number)
-
     def finish(self) -> dict[str, float]:
         """Returns the metrics of the step when its weights are published, and begins the next step."""
         now = self._clock()
         step = max(1e-9, now - self._began)
         metrics = {"sampler/idle": max(0.0, 1 - self._sampled / step)}
-        if self._waiting:
-            metrics["sampler/waiting"] = sum(self._waiting) / len(self._waiting)
+        if self.waiting:
+            metrics["sampler/waiting"] = sum(self.waiting) / len(self.waiting)
         if self._learning_since is not None:
             learning = max(1e-9, now - self._learning_since)
             metrics["learner/idle"] = max(0.0, 1 - learning / step)
             metrics["sampler/overlap"] = min(1.0, self._overlapped / learning)
-        self._began, self._sampled, self._overlapped, self._learning_since, self._waiting = now, 0.0, 0.0, None, []
+        self._began, self._sampled, self._overlapped, self._learning_since, self.waiting = now, 0.0, 0.0, None, []
         return metrics
 
 
@@ -210,114 +211,7 @@ class Autoscaler:
         return fall if fall < num_replicas and len(self._wanted) == FALL_SECONDS else num_replicas
 
 
-# ---- settings that this place can honour -----------------------------------------------------------------------------
-
-
-def sampler_python(settings: ComputeConfig) -> str:
-    """Returns the interpreter of the environment with vLLM. Raises `ConfigError` if there is none on this machine.
-
-    In a Ray cluster, the nodes of the replicas must have it at the same path.
-    """
-    python = settings.sampler_python or str(cache_dir() / "sampler-venv" / "bin" / "python")
-    if shutil.which(python) is None and not settings.address:
-        raise ConfigError(f"{python} is not a program. {_way_out(python)}")
-    return python
-
-
-def _way_out(python: str) -> str:
-    return (
-        "Replicas need an environment with vLLM: run `agentjet cluster install`, or set compute.sampler_python to its "
-        f"interpreter (now {python!r})"
-    )
-
-
-def gpus_needed(settings: ComputeConfig, ranks: int, samplers: int) -> int:
-    """Returns the GPUs of so many ranks and replicas, where there are GPUs."""
-    sampling = samplers * settings.tensor_parallel
-    return max(ranks, sampling) if settings.colocated else ranks + sampling
-
-
-def most_on_cpus(settings: ComputeConfig) -> int:
-    """Returns the most replicas without GPUs: one for each core, unless Ray places them on other machines."""
-    return SamplerBounds.MAX if settings.address else os.cpu_count() or 1
-
-
-def check_samplers(samplers: SamplerBounds, most: int, gpus: int) -> None:
-    """Raises `ConfigError` for more replicas than fit. `gpus` are those of each replica."""
-    if samplers.least > most:
-        places = f"the free GPUs, {gpus} for each" if gpus else "the CPU cores of this machine, one for each"
-        raise ConfigError(f"samplers = {samplers}: at most {most} replicas fit {places}")
-
-
-def check_gpus(policy: PolicyId, settings: ComputeConfig, free: int | None, model: ModelConfig) -> None:
-    """Raises `ConfigError` with what would fit if ranks and replicas need more GPUs or cores than are free.
-
-    `free` is None without GPUs. A start and `agentjet doctor` check a policy so; a scale checks its samplers so.
-    """
-    if free is None:
-        if model.device == "cuda":
-            raise ConfigError("model.device = 'cuda' and there are no GPUs: set it to 'auto' or 'cpu'")
-        if settings.tensor_parallel > 1:
-            raise ConfigError(
-                f"compute.tensor_parallel = {settings.tensor_parallel} needs GPUs and there are none: set it to 1"
-            )
-        check_samplers(settings.samplers, most_on_cpus(settings), gpus=0)
-        return
-    num_samplers = settings.samplers.least
-    wanted = gpus_needed(settings, settings.ranks, num_samplers)
-    if wanted <= free:
-        return
-    ways = (
-        f"ranks = {ranks} with samplers = {samplers}"
-        for ranks in range(min(settings.ranks, free), 0, -1)
-        for samplers in range(min(num_samplers, free), 0, -1)
-        if gpus_needed(settings, ranks, samplers) <= free
-    )
-    fewest = f"at least {gpus_needed(settings, 1, 1)} are needed"
-    fits = next((f"would fit: {way}" for way in ways), fewest)
-    raise ConfigError(
-        f"policy {policy}: compute.ranks = {settings.ranks} and samplers = {settings.samplers} with tensor_parallel = "
-        f"{settings.tensor_parallel} need {wanted} GPUs, and {free} are free; {fits}. A policy on one GPU: backend = "
-        "'embedded', or colocated = true, with which ranks and replicas share GPUs"
-    )
-
-
-# ---- logs of vLLM ----------------------------------------------------------------------------------------------------
-
-
-def cause_of(log_path: Path, start: int) -> str:
-    """Returns the first error that a log of vLLM has after its first `start` bytes, or "".
-
-    vLLM's processes share one log, and errors wrap others.
-    """
-    return reason_in(last_lines(log_path, start))
-
-
-def reason_in(lines: Sequence[str]) -> str:
-    """Returns the first error among the lines of a log or traceback, or "".
-
-    An error of pydantic has its reason below the line that counts the errors.
-    """
-    for number, line in enumerate(lines):
-        error = _ERROR.match(line)
-        if error is None or _WRAPPER in error[1]:
-            continue
-        below = [part for text in lines[number + 1 :] if (part := _PREFIX.sub("", text)).startswith("  ")]
-        if "validation error" in error[1] and below:
-            return below[0].strip().partition(" [type=")[0][:MAX_LINE]
-        return error[1][:MAX_LINE]
-    return ""
-
-
-def with_cause(error: ConfigError, cause: str) -> ConfigError:
-    """Returns the refusal of a replica with the first error of its log, and with the way out of that error."""
-    if re.search(r"/dev/shm|shm|shared memory", cause, re.IGNORECASE):
-        return ConfigError(
-            f"vLLM needs more shared memory in /dev/shm ({cause}): containers have 64 MiB by default; start this one "
-            "with `docker run --shm-size=1g`, or as docs/cluster.md shows for Kubernetes"
-        )
-    return ConfigError(f"{error}; the first error in its log: {cause}") if cause and cause not in str(error) else error
-
+# ---- completions -----------------------------------------------------------------------------------------------------
 
 MAX_BLAME, MAX_LOSSES = 4, 12
 """A completion fails if it crashed so many replicas in a row, or lost so many, without a token between them.
@@ -509,3 +403,112 @@ def _rest(params: SamplingParams, received: int) -> SamplingParams:
     if not received:
         return params
     return replace(params, max_tokens=params.max_tokens - received, seed=derived_seed(params.seed, received))
+
+
+# ---- settings that this place can honour -----------------------------------------------------------------------------
+
+
+def sampler_python(settings: ComputeConfig) -> str:
+    """Returns the interpreter of the environment with vLLM. Raises `ConfigError` if there is none on this machine.
+
+    In a Ray cluster, the nodes of the replicas must have it at the same path.
+    """
+    python = settings.sampler_python or str(cache_dir() / "sampler-venv" / "bin" / "python")
+    if shutil.which(python) is None and not settings.address:
+        raise ConfigError(f"{python} is not a program. {_way_out(python)}")
+    return python
+
+
+def _way_out(python: str) -> str:
+    return (
+        "Replicas need an environment with vLLM: run `agentjet cluster install`, or set compute.sampler_python to its "
+        f"interpreter (now {python!r})"
+    )
+
+
+def gpus_needed(settings: ComputeConfig, ranks: int, samplers: int) -> int:
+    """Returns the GPUs of so many ranks and replicas, where there are GPUs."""
+    sampling = samplers * settings.tensor_parallel
+    return max(ranks, sampling) if settings.colocated else ranks + sampling
+
+
+def most_on_cpus(settings: ComputeConfig) -> int:
+    """Returns the most replicas without GPUs: one for each core, unless Ray places them on other machines."""
+    return SamplerBounds.MAX if settings.address else os.cpu_count() or 1
+
+
+def check_samplers(samplers: SamplerBounds, most: int, gpus: int) -> None:
+    """Raises `ConfigError` for more replicas than fit. `gpus` are those of each replica."""
+    if samplers.least > most:
+        places = f"the free GPUs, {gpus} for each" if gpus else "the CPU cores of this machine, one for each"
+        raise ConfigError(f"samplers = {samplers}: at most {most} replicas fit {places}")
+
+
+def check_gpus(policy: PolicyId, settings: ComputeConfig, free: int | None, model: ModelConfig) -> None:
+    """Raises `ConfigError` with what would fit if ranks and replicas need more GPUs or cores than are free.
+
+    `free` is None without GPUs. A start and `agentjet doctor` check a policy so; a scale checks its samplers so.
+    """
+    if free is None:
+        if model.device == "cuda":
+            raise ConfigError("model.device = 'cuda' and there are no GPUs: set it to 'auto' or 'cpu'")
+        if settings.tensor_parallel > 1:
+            raise ConfigError(
+                f"compute.tensor_parallel = {settings.tensor_parallel} needs GPUs and there are none: set it to 1"
+            )
+        check_samplers(settings.samplers, most_on_cpus(settings), gpus=0)
+        return
+    num_samplers = settings.samplers.least
+    wanted = gpus_needed(settings, settings.ranks, num_samplers)
+    if wanted <= free:
+        return
+    ways = (
+        f"ranks = {ranks} with samplers = {samplers}"
+        for ranks in range(min(settings.ranks, free), 0, -1)
+        for samplers in range(min(num_samplers, free), 0, -1)
+        if gpus_needed(settings, ranks, samplers) <= free
+    )
+    fewest = f"at least {gpus_needed(settings, 1, 1)} are needed"
+    fits = next((f"would fit: {way}" for way in ways), fewest)
+    raise ConfigError(
+        f"policy {policy}: compute.ranks = {settings.ranks} and samplers = {settings.samplers} with tensor_parallel = "
+        f"{settings.tensor_parallel} need {wanted} GPUs, and {free} are free; {fits}. A policy on one GPU: backend = "
+        "'embedded', or colocated = true, with which ranks and replicas share GPUs"
+    )
+
+
+# ---- logs of vLLM ----------------------------------------------------------------------------------------------------
+
+
+def cause_of(log_path: Path, start: int) -> str:
+    """Returns the first error that a log of vLLM has after its first `start` bytes, or "".
+
+    vLLM's processes share one log, and errors wrap others.
+    """
+    return reason_in(last_lines(log_path, start))
+
+
+def reason_in(lines: Sequence[str]) -> str:
+    """Returns the first error among the lines of a log or traceback, or "".
+
+    An error of pydantic has its reason below the line that counts the errors.
+    """
+    for number, line in enumerate(lines):
+        error = _ERROR.match(line)
+        if error is None or _WRAPPER in error[1]:
+            continue
+        below = [part for text in lines[number + 1 :] if (part := _PREFIX.sub("", text)).startswith("  ")]
+        if "validation error" in error[1] and below:
+            return below[0].strip().partition(" [type=")[0][:MAX_LINE]
+        return error[1][:MAX_LINE]
+    return ""
+
+
+def with_cause(error: ConfigError, cause: str) -> ConfigError:
+    """Returns the refusal of a replica with the first error of its log, and with the way out of that error."""
+    if re.search(r"/dev/shm|shm|shared memory", cause, re.IGNORECASE):
+        return ConfigError(
+            f"vLLM needs more shared memory in /dev/shm ({cause}): containers have 64 MiB by default; start this one "
+            "with `docker run --shm-size=1g`, or as docs/cluster.md shows for Kubernetes"
+        )
+    return ConfigError(f"{error}; the first error in its log: {cause}") if cause and cause not in str(error) else error

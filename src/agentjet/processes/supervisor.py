@@ -28,12 +28,20 @@ import psutil
 
 from agentjet.errors import ComputeError, ConfigError, Later, WorkerDied, install_extra
 from agentjet.processes import guardian
-from agentjet.processes.guardian import STOP_SECONDS, Launch, end_of
+from agentjet.processes.guardian import STOP_SECONDS, Launch, ProcessEnd, end_of
 from agentjet.processes.rpc import UNANSWERED_SECONDS, Link, Listener, Peer, Process, host_and_port, tune
 
 CONNECT_SECONDS = 300.0
 """Time for a started process to connect. It imports torch or vLLM first."""
 CHECKS_PER_TIMEOUT = 10
+
+
+class NotStarted(WorkerDied):
+    """A process ended during its start, or was ended because the start took too long."""
+
+    def __init__(self, name: str, end: ProcessEnd) -> None:
+        super().__init__(f"{name} {end.reason}")
+        self.end = end
 
 
 class Supervisor:
@@ -52,7 +60,7 @@ class Supervisor:
     async def start(self, launch: Launch, *, sign_seconds: float = 0.0) -> Peer:
         """Start a process and wait until it connects. `sign_seconds`: the interval of its signs of work, if above 0.
 
-        Raises the errors of `Placement.start`, or `WorkerDied` if it ends before. Then no process is left.
+        Raises the errors of `Placement.start`, or `NotStarted` if it ends before. Then no process is left.
         """
         name = launch.name
         connection = self._expected[name] = self._loop.create_future()
@@ -66,8 +74,8 @@ class Supervisor:
             try:
                 await first_of(connection, process.ended, timeout=CONNECT_SECONDS)
                 if not connection.done():
-                    late = f"did not connect for {CONNECT_SECONDS:g} s; see {launch.log_path}"
-                    raise WorkerDied(f"{name} {process.ended.result() if process.ended.done() else late}")
+                    late = ProcessEnd(f"did not connect for {CONNECT_SECONDS:g} s; see {launch.log_path}")
+                    raise NotStarted(name, process.ended.result() if process.ended.done() else late)
                 tune(connection.result(), unanswered_seconds=UNANSWERED_SECONDS)
                 return Peer(name, *await asyncio.open_connection(sock=connection.result()), process)
             except BaseException:
@@ -151,6 +159,9 @@ async def first_of(*futures: asyncio.Future[Any], timeout: float | None = None) 
     await asyncio.wait(futures, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
 
 
+# ---- processes of this machine ---------------------------------------------------------------------------------------
+
+
 class Placement(Protocol):
     """Starts processes, which end with it. Two processes of one name never live at the same time."""
 
@@ -195,12 +206,12 @@ def _query_gpus(*facts: str) -> list[list[str]]:
 class LocalProcess:
     """A process of this machine."""
 
-    def __init__(self, name: str, guardian: asyncio.subprocess.Process, gpus: Sequence[str], log_path: Path) -> None:
+    def __init__(self, launch: Launch, guardian: asyncio.subprocess.Process, gpus: Sequence[str]) -> None:
         """`guardian` is its parent. `gpus` are the ids of its GPUs."""
-        self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self.name = name
+        self.ended: asyncio.Future[ProcessEnd] = asyncio.get_running_loop().create_future()
+        self.group = launch.group
         self.gpus = gpus
-        self.log_path = log_path
+        self.log_path = launch.log_path
         self._guardian = guardian
         self._place = ""
         self._watching = asyncio.create_task(self._watch())
@@ -261,7 +272,7 @@ class LocalPlacement:
                     env={**os.environ, **launch.environment, **devices},
                     start_new_session=True,  # Ctrl-C is for the server.
                 )
-            process = LocalProcess(launch.name, started, chosen, launch.log_path)
+            process = LocalProcess(launch, started, chosen)
             self._processes.add(process)
             process.ended.add_done_callback(lambda _: self._processes.discard(process))
             return process
@@ -274,13 +285,13 @@ class LocalPlacement:
         if not launch.gpus:
             return []
         await self.num_gpus()
-        users: dict[str, list[str]] = {gpu: [] for gpu in self._gpus or ()}
+        groups: dict[str, set[str]] = {gpu: set() for gpu in self._gpus or ()}
         for process in self._processes:
             for gpu in process.gpus:
-                users[gpu].append(process.name)
-        beside, number = launch.beside, launch.gpus
-        shared = [gpu for gpu, names in users.items() if beside and names and all(n.startswith(beside) for n in names)]
-        free = shared + [gpu for gpu, names in users.items() if not names]
+                groups[gpu].add(process.group)
+        number = launch.gpus
+        shared = [gpu for gpu, users in groups.items() if launch.beside and users == {launch.beside}]
+        free = shared + [gpu for gpu, users in groups.items() if not users]
         if len(free) < number:
             total = len(self._gpus or ())
             # Those of a process that is being killed become free.
@@ -295,6 +306,8 @@ def create_log(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch(0o600)
 
+
+# ---- processes of a Ray cluster --------------------------------------------------------------------------------------
 
 AWAY_SECONDS = 10.0
 """Pause before a cluster that went away is asked again. Its head may be restarted with the same address."""
@@ -343,7 +356,7 @@ class RayProcess:
         """`lost` is the reason if the conductor ends first."""
         self.place = place
         self.log_path = launch.log_path
-        self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.ended: asyncio.Future[ProcessEnd] = asyncio.get_running_loop().create_future()
         self._conductor = conductor
         self._name = launch.name
         self._watching = asyncio.create_task(self._watch(lost))
@@ -358,7 +371,7 @@ class RayProcess:
         try:
             self.ended.set_result(await self._conductor.ask("ended", None, self._name))
         except ComputeError as error:
-            self.ended.set_result(f"ended with the conductor ({error}; {lost})")
+            self.ended.set_result(ProcessEnd(f"ended with the conductor ({error}; {lost})"))
 
 
 class RayPlacement:

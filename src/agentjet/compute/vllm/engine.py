@@ -85,24 +85,12 @@ class Sets:
     The worker sends a set before it samples the token. So the set is in the socket when the token arrives.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.path = str(folder / "sets")
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(self.path)
-        self._listener.listen(1)
-        self._listener.settimeout(CONNECT_SECONDS)
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
         self._known: dict[int, dict[int, tuple[int, bytes]]] = {}
         self._unread = bytearray()
-
-    def accept(self) -> None:
-        """Accept the worker, which connects while it starts. Raises `TimeoutError`."""
-        self._connection, _ = self._listener.accept()
-        self._connection.setblocking(False)
-        asyncio.get_running_loop().add_reader(self._connection, self._receive)
-
-    def stop_listening(self) -> None:
-        """Accept no further connection."""
-        self._listener.close()
+        connection.setblocking(False)
+        asyncio.get_running_loop().add_reader(connection, self._receive)
 
     def begin(self, id: int) -> None:
         self._known[id] = {}
@@ -177,12 +165,12 @@ class VllmEngine:
         os.environ["VLLM_RPC_BASE_PATH"] = str(folder)
         tempfile.gettempdir()  # This process keeps it: weights are looked for there.
         os.environ["TMPDIR"] = str(folder)  # vLLM's processes leave `vllm_dist_*` behind.
-        sets = Sets(folder)
+        path = str(folder / "sets")
         ours = {
             "scheduling_policy": "priority",  # The probe comes before completions that are computed again.
             "worker_extension_cls": f"{__name__}.WeightsLoader",
             "logits_processors": [f"{__name__}:Restrictions"],
-            "additional_config": {SETTINGS: {"socket": sets.path, "info": dataclasses.asdict(info)}},
+            "additional_config": {SETTINGS: {"socket": path, "info": dataclasses.asdict(info)}},
             "enable_log_requests": False,
         }
         settings = engine_settings(model, info, sampler, compute)
@@ -190,16 +178,19 @@ class VllmEngine:
             ours["load_format"] = "dummy"  # Each version comes as a publication, also the first one.
         if settings.get("enable_chunked_prefill") is False:
             ours["scheduler_cls"] = f"{__name__}.ShortSteps"
-        try:
-            engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**settings, **ours))
-            sets.accept()
-        except Exception as error:  # Boundary: vLLM raises many kinds.
-            raise ConfigError(
-                f"model.name = {model.name!r}: vLLM cannot hold the model with these settings ({_innermost(error)}). "
-                "compute.backend = 'embedded' holds every model of transformers"
-            ) from error
-        finally:
-            sets.stop_listening()
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(path)
+            listener.listen(1)
+            listener.settimeout(CONNECT_SECONDS)
+            try:
+                engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**settings, **ours))
+                sets = Sets(listener.accept()[0])  # vLLM's worker connects while it starts.
+            except Exception as error:  # Boundary: vLLM raises many kinds.
+                cause = _innermost(error)
+                raise ConfigError(
+                    f"model.name = {model.name!r}: vLLM cannot hold the model with these settings ({cause}). "
+                    "compute.backend = 'embedded' holds every model of transformers"
+                ) from error
         return cls(engine, info, sets, settings["max_model_len"], keeps_base=bool(settings.get("enable_lora")))
 
     async def died(self) -> BaseException:
@@ -450,6 +441,8 @@ def set_environment(model: ModelConfig, compute: ComputeConfig) -> None:
 
 log = logging.getLogger(__name__)
 
+# ---- inside vLLM's processes -----------------------------------------------------------------------------------------
+
 SETTINGS = "agentjet"
 """Key of our settings in vLLM's `additional_config`: `socket` and `info`, the fields of a `ModelInfo`."""
 RESTRICTION = "agentjet"
@@ -527,7 +520,7 @@ class Restrictions(AdapterLogitsProcessor):  # type: ignore[misc]
         settings: Mapping[str, Any] = vllm_config.additional_config[SETTINGS]
         info = dict(settings["info"])
         info["end_tokens"] = tuple(info["end_tokens"])
-        self._grammars = Grammars(ModelInfo(**info), vllm_config.model_config.get_vocab_size())
+        self.grammars = Grammars(ModelInfo(**info), vllm_config.model_config.get_vocab_size())
         self._connection: socket.socket | None = None
         if get_tensor_model_parallel_rank() == 0:  # All ranks sample the same token, so one of them sends its set.
             self._connection = socket.socket(socket.AF_UNIX)
@@ -539,9 +532,6 @@ class Restrictions(AdapterLogitsProcessor):  # type: ignore[misc]
     def new_req_logits_processor(self, params: Any) -> _Restricted | None:
         restriction = (params.extra_args or {}).get(RESTRICTION)
         return None if restriction is None else _Restricted(Restriction(**restriction), self)
-
-    def guide(self, grammar: str) -> Guide | None:
-        return self._grammars.guide(grammar)
 
     def send(self, id: int, position: int, kind: int, content: bytes) -> None:
         """Send a message to the replica."""
@@ -559,7 +549,7 @@ class _Restricted:
         self._guide: Guide | None = None
         self._error = ""
         try:
-            self._guide = owner.guide(restriction.grammar)
+            self._guide = owner.grammars.guide(restriction.grammar)
             for token in restriction.sampled:
                 self._consume(token)
         except GrammarError as error:  # It must not end the engine, which serves other completions.
