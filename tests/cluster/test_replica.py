@@ -26,9 +26,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from agentjet.compute.cluster.weights import probe_failure
-from agentjet.compute.embedded.model import load_policy
+from agentjet.compute.model import load_policy
 from agentjet.compute.token_choice import Grammars, Guide, restrict
+from agentjet.compute.weights import probe_failure
 from agentjet.config import ComputeConfig, ModelConfig, SamplerConfig
 from agentjet.errors import AgentJetError, ComputeError, GrammarError, OutOfCache, WorkerDied
 from agentjet.rendering import Renderer

@@ -20,8 +20,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from agentjet.compute.embedded.learner import PolicyLearner
-from agentjet.compute.embedded.policy import Policy
+from agentjet.compute.learner import PolicyLearner
+from agentjet.compute.policy import Policy
 from agentjet.recipes.policy_gradient import PolicyGradient
 from agentjet.recipes.registry import make_recipe
 from agentjet.timeline.forest import Row, build_forest, call_row

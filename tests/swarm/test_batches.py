@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentjet.compute.operations import body_digest
+from agentjet.compute.protocol import body_digest
 from agentjet.errors import CheckpointError
 from agentjet.swarm import Batch, facts
 from agentjet.timeline.forest import Forest

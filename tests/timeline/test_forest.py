@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentjet.compute.operations import body_digest
+from agentjet.compute.protocol import body_digest
 from agentjet.timeline.forest import (
     Forest,
     Row,

@@ -25,7 +25,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from functools import partial
 
-from agentjet.compute.operations import FINGERPRINT, learn
+from agentjet.compute.protocol import FINGERPRINT, learn
 from agentjet.errors import (
     AgentJetError,
     CheckpointError,

@@ -24,9 +24,8 @@ from safetensors import SafetensorError
 from agentjet.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
-    from agentjet.compute.embedded.learner import PolicyLearner
-    from agentjet.compute.embedded.policy import Policy
-    from agentjet.compute.embedded.rank_group import RankGroup
+    from agentjet.compute.learner import PolicyLearner, RankGroup
+    from agentjet.compute.policy import Policy
 
 STATE_FILE = "state.json"
 TRAINER_FILE = "trainer.pt"

@@ -35,8 +35,8 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers import AttentionInterface
 
-from agentjet.compute.embedded.cache import BLOCK, CacheRow, KeyValueCache
-from agentjet.compute.embedded.policy import Policy, first_line
+from agentjet.compute.cache import BLOCK, CacheRow, KeyValueCache
+from agentjet.compute.policy import Policy, first_line
 from agentjet.timeline.forest import Forest
 
 log = logging.getLogger(__name__)

@@ -1,11 +1,16 @@
-"""The engine of a replica: vLLM, with exact tokens in and out. Only a replica's process imports it, in vLLM's own venv.
+"""The engine of a replica: vLLM, with exact tokens in and out. Only a replica imports it, in vLLM's own venv.
 
 * vLLM gets token ids, and never text. Prompts are checked before, because some requests end the whole engine.
-* Log-probabilities are those of the sampled distribution. A restricted completion's sets come from `vllm_worker`.
+* Log-probabilities are those of the sampled distribution. Restrictions are ours, so that a set is exactly the embedded
+  backend's and is known. vLLM itself gets neither grammar nor truncation.
 * A change of weights drops every cached key. Completions that run are computed again under the new weights.
 * An adapter is read into the one adapter that vLLM has. vLLM keeps the keys of the old one: see above.
 
-Versions are tested with vLLM 0.32. CUDA paths are written with care and not tested.
+`VllmEngine` runs in the replica's process. vLLM's own processes import this module by name, for `WeightsLoader`,
+`ShortSteps` and `Restrictions`. The last masks the logits of a completion with a grammar, `top_p` or `top_k` and sends
+each set over a Unix socket to `Sets` before vLLM samples the token.
+
+V is the size of the vocabulary. Versions are tested with vLLM 0.32. CUDA paths are written with care and not tested.
 """
 
 from __future__ import annotations
@@ -16,22 +21,30 @@ import dataclasses
 import logging
 import os
 import socket
+import struct
 import tempfile
 import traceback
-from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Awaitable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from safetensors import safe_open
+from torch import Tensor
 
-# The next import is slow. What vLLM reads from the environment at its import is set by `VllmEngine.start`.
-from agentjet.compute.cluster import vllm_worker
-from agentjet.compute.cluster.samplers import reason_in
-from agentjet.compute.cluster.vllm_worker import ERROR, FRAME, RESTRICTION, SETTINGS, Restriction
-from agentjet.compute.cluster.weights import MODULES, as_folder, publishes_adapter, size_in_engine
-from agentjet.compute.token_choice import Grammars
+# Imports of vLLM are slow. What vLLM reads from the environment at its import is set by `VllmEngine.start`.
+from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
+
+from agentjet.compute.samplers import reason_in
+from agentjet.compute.token_choice import Grammars, Guide, restrict
+from agentjet.compute.weights import MODULES, as_folder, publishes_adapter, size_in_engine
 from agentjet.config import ComputeConfig, ModelConfig, SamplerConfig
 from agentjet.config.loader import cache_dir
 from agentjet.errors import ComputeError, ConfigError, GrammarError, OutOfCache
@@ -72,24 +85,12 @@ class Sets:
     The worker sends a set before it samples the token. So the set is in the socket when the token arrives.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.path = str(folder / "sets")
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(self.path)
-        self._listener.listen(1)
-        self._listener.settimeout(CONNECT_SECONDS)
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
         self._known: dict[int, dict[int, tuple[int, bytes]]] = {}
         self._unread = bytearray()
-
-    def accept(self) -> None:
-        """Accept the worker, which connects while it starts. Raises `TimeoutError`."""
-        self._connection, _ = self._listener.accept()
-        self._connection.setblocking(False)
-        asyncio.get_running_loop().add_reader(self._connection, self._receive)
-
-    def stop_listening(self) -> None:
-        """Accept no further connection."""
-        self._listener.close()
+        connection.setblocking(False)
+        asyncio.get_running_loop().add_reader(connection, self._receive)
 
     def begin(self, id: int) -> None:
         self._known[id] = {}
@@ -164,29 +165,32 @@ class VllmEngine:
         os.environ["VLLM_RPC_BASE_PATH"] = str(folder)
         tempfile.gettempdir()  # This process keeps it: weights are looked for there.
         os.environ["TMPDIR"] = str(folder)  # vLLM's processes leave `vllm_dist_*` behind.
-        sets = Sets(folder)
+        path = str(folder / "sets")
         ours = {
             "scheduling_policy": "priority",  # The probe comes before completions that are computed again.
-            "worker_extension_cls": f"{vllm_worker.__name__}.WeightsLoader",
-            "logits_processors": [f"{vllm_worker.__name__}:Restrictions"],
-            "additional_config": {SETTINGS: {"socket": sets.path, "info": dataclasses.asdict(info)}},
+            "worker_extension_cls": f"{__name__}.WeightsLoader",
+            "logits_processors": [f"{__name__}:Restrictions"],
+            "additional_config": {SETTINGS: {"socket": path, "info": dataclasses.asdict(info)}},
             "enable_log_requests": False,
         }
         settings = engine_settings(model, info, sampler, compute)
         if not settings.get("enable_lora"):
             ours["load_format"] = "dummy"  # Each version comes as a publication, also the first one.
         if settings.get("enable_chunked_prefill") is False:
-            ours["scheduler_cls"] = f"{vllm_worker.__name__}.ShortSteps"
-        try:
-            engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**settings, **ours))
-            sets.accept()
-        except Exception as error:  # Boundary: vLLM raises many kinds.
-            raise ConfigError(
-                f"model.name = {model.name!r}: vLLM cannot hold the model with these settings ({_innermost(error)}). "
-                "compute.backend = 'embedded' holds every model of transformers"
-            ) from error
-        finally:
-            sets.stop_listening()
+            ours["scheduler_cls"] = f"{__name__}.ShortSteps"
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(path)
+            listener.listen(1)
+            listener.settimeout(CONNECT_SECONDS)
+            try:
+                engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**settings, **ours))
+                sets = Sets(listener.accept()[0])  # vLLM's worker connects while it starts.
+            except Exception as error:  # Boundary: vLLM raises many kinds.
+                cause = _innermost(error)
+                raise ConfigError(
+                    f"model.name = {model.name!r}: vLLM cannot hold the model with these settings ({cause}). "
+                    "compute.backend = 'embedded' holds every model of transformers"
+                ) from error
         return cls(engine, info, sets, settings["max_model_len"], keeps_base=bool(settings.get("enable_lora")))
 
     async def died(self) -> BaseException:
@@ -365,7 +369,7 @@ def _version_at(starts: Sequence[tuple[str, int]], position: int) -> int:
 
 def _model_folder(model: ModelConfig) -> str:
     """Returns the folder or hub id with the model's `config.json`. Its weights are read if an adapter is published."""
-    from agentjet.compute.embedded.policy import BUNDLED, locate_model
+    from agentjet.compute.policy import BUNDLED, locate_model
 
     folders = [Path(model.name)]
     if model.name == BUNDLED:  # The server unpacked it, because this environment lacks its package.
@@ -433,3 +437,141 @@ def set_environment(model: ModelConfig, compute: ComputeConfig) -> None:
         os.environ["OMP_NUM_THREADS"] = str(threads)
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         os.environ["TORCHDYNAMO_DISABLE"] = "1"  # Else the first log-probabilities are compiled for a minute.
+
+
+log = logging.getLogger(__name__)
+
+# ---- inside vLLM's processes -----------------------------------------------------------------------------------------
+
+SETTINGS = "agentjet"
+"""Key of our settings in vLLM's `additional_config`: `socket` and `info`, the fields of a `ModelInfo`."""
+RESTRICTION = "agentjet"
+"""Key of a `Restriction` in the `extra_args` of a request."""
+FRAME = struct.Struct("<QIBI")
+"""Header of a message: id of the completion, position of the token, kind, length of the content that follows."""
+STEP_TOKENS = 256
+"""Tokens of a step on a CPU. More are not faster each, and all running completions wait for the step."""
+SET, ERROR = 0, 1
+"""Kinds of content: an encoded set, or the reason why the grammar allows no token here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Restriction:
+    """Grammar and truncation of a completion. `sampled` are its tokens that were sampled by another replica."""
+
+    id: int
+    temperature: float
+    top_k: int = 0
+    top_p: float = 1.0
+    grammar: str = ""
+    sampled: list[int] = field(default_factory=list)
+
+
+class WeightsLoader:
+    """Methods that vLLM adds to its worker. The names must not be those of vLLM's own."""
+
+    model_runner: Any
+
+    def agentjet_load(self, path: str) -> list[str]:
+        """Replace the weights by those of a safetensors file; returns the names of parameters that it lacks."""
+        runner = self.model_runner
+        model = runner.get_model()
+        names = {name for name, _ in model.named_parameters()}
+        with torch.inference_mode():
+            initialize_layerwise_reload(model)
+            loaded = model.load_weights(_tensors(path))
+            finalize_layerwise_reload(model, runner.model_config)
+            self._refresh_tied_head(model)
+        return sorted(names - (names if loaded is None else set(loaded)))
+
+    def _refresh_tied_head(self, model: Any) -> None:
+        """Process a tied head again. The file has no weight for it, so vLLM keeps its packed copy of the old weight."""
+        for module in model.modules():
+            head = getattr(module, "lm_head", None)
+            method = getattr(head, "quant_method", None)
+            if head is not None and method is not None and hasattr(head, "weight"):
+                method.process_weights_after_loading(head)
+
+
+def _tensors(path: str) -> Iterator[tuple[str, Tensor]]:
+    with safe_open(path, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118 (not a dict)
+            yield name, file.get_tensor(name)
+
+
+class ShortSteps(Scheduler):  # type: ignore[misc]
+    """Spreads prompts over several steps, each prompt whole: on a CPU vLLM cannot compute one in chunks.
+
+    After a change of weights, completions go on one after another, and not when all contexts are computed again.
+    """
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        longest = self.waiting.peek_request().num_tokens if self.waiting else 0
+        wanted = max(STEP_TOKENS, len(self.running) + longest)
+        self.max_num_scheduled_tokens = min(wanted, self.scheduler_config.max_num_batched_tokens)
+        return super().schedule(throttle_prefills)
+
+
+class Restrictions(AdapterLogitsProcessor):  # type: ignore[misc]
+    """Masks the logits of restricted completions. Other completions cost nothing."""
+
+    def __init__(self, vllm_config: Any, device: Any, is_pin_memory: bool) -> None:
+        super().__init__(vllm_config, device, is_pin_memory)
+        settings: Mapping[str, Any] = vllm_config.additional_config[SETTINGS]
+        info = dict(settings["info"])
+        info["end_tokens"] = tuple(info["end_tokens"])
+        self.grammars = Grammars(ModelInfo(**info), vllm_config.model_config.get_vocab_size())
+        self._connection: socket.socket | None = None
+        if get_tensor_model_parallel_rank() == 0:  # All ranks sample the same token, so one of them sends its set.
+            self._connection = socket.socket(socket.AF_UNIX)
+            self._connection.connect(settings["socket"])
+
+    def is_argmax_invariant(self) -> bool:
+        return False  # A grammar changes what is likeliest.
+
+    def new_req_logits_processor(self, params: Any) -> _Restricted | None:
+        restriction = (params.extra_args or {}).get(RESTRICTION)
+        return None if restriction is None else _Restricted(Restriction(**restriction), self)
+
+    def send(self, id: int, position: int, kind: int, content: bytes) -> None:
+        """Send a message to the replica."""
+        if self._connection is not None:
+            self._connection.sendall(FRAME.pack(id, position, kind, len(content)) + content)
+
+
+class _Restricted:
+    """The restriction of one completion. vLLM makes another one if it computes a completion again."""
+
+    def __init__(self, restriction: Restriction, owner: Restrictions) -> None:
+        self._restriction = restriction
+        self._owner = owner
+        self._num_consumed = 0
+        self._guide: Guide | None = None
+        self._error = ""
+        try:
+            self._guide = owner.grammars.guide(restriction.grammar)
+            for token in restriction.sampled:
+                self._consume(token)
+        except GrammarError as error:  # It must not end the engine, which serves other completions.
+            self._error = str(error)
+
+    def __call__(self, output_ids: list[int], logits: Tensor) -> Tensor:
+        """Mask `logits` [V] in place, for the token after `output_ids`."""
+        rule, position = self._restriction, len(output_ids)
+        for token in output_ids[self._num_consumed :]:
+            self._consume(token)
+        self._num_consumed = position
+        if self._error:
+            self._owner.send(rule.id, position, ERROR, self._error.encode())
+            return logits
+        mask = self._guide.mask if self._guide else b""
+        tempered = logits / rule.temperature if rule.temperature not in (0, 1) else logits.clone()
+        top_k, top_p = (rule.top_k, rule.top_p) if rule.temperature else (0, 1.0)
+        support = restrict(tempered, top_k, top_p, mask)
+        logits.masked_fill_(tempered == -torch.inf, -torch.inf)
+        self._owner.send(rule.id, position, SET, support)
+        return logits
+
+    def _consume(self, token: int) -> None:
+        if self._guide is not None and not self._error:
+            self._error = self._guide.advance(token)

@@ -30,8 +30,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
-from agentjet.compute.embedded.attention import ATTENTION, AttentionPlan, flat_forward, forest_plan
-from agentjet.compute.embedded.policy import (
+from agentjet.compute.attention import ATTENTION, AttentionPlan, flat_forward, forest_plan
+from agentjet.compute.policy import (
     Policy,
     cached_folder,
     find_logit_transform,

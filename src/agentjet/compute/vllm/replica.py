@@ -1,4 +1,4 @@
-"""A replica: the process that samples one policy with vLLM. Started as `python -m agentjet.compute.cluster.replica`.
+"""A replica: the process that samples one policy with vLLM. Started as `python -m agentjet.compute.vllm.replica`.
 
 Its virtual environment is separate, because vLLM's pins exclude ours. It imports the server's copy of AgentJet. It
 connects to the gateway, answers requests, and ends with the connection.
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from agentjet.compute.cluster.weights import Publication, SharedFolder, fetch, release
+from agentjet.compute.weights import Publication, SharedFolder, fetch, release
 from agentjet.config import ComputeConfig, ModelConfig, SamplerConfig
 from agentjet.errors import AgentJetError, ComputeError, ConfigError, WorkerDied
 from agentjet.processes.guardian import places
@@ -34,7 +34,7 @@ from agentjet.processes.rpc import Answer, Link, ProcessRequest, answering
 from agentjet.types import FinishReason, ModelInfo, Sampled, SamplingParams, TokenScore
 
 if TYPE_CHECKING:
-    from agentjet.compute.cluster.vllm_engine import Delta, VllmEngine
+    from agentjet.compute.vllm.engine import Delta, VllmEngine
 
 log = logging.getLogger(__name__)
 
@@ -155,7 +155,7 @@ async def start_vllm(
 ) -> VllmEngine:
     """Start vLLM, whose processes end with this one (`replica_path`). Raises `ConfigError`."""
     try:
-        from agentjet.compute.cluster.vllm_engine import VllmEngine
+        from agentjet.compute.vllm.engine import VllmEngine
     except ImportError as error:
         raise ConfigError(
             f"the sampler's environment {sys.prefix} lacks {error.name}: run `agentjet cluster install`, or set "

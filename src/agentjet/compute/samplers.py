@@ -1,4 +1,9 @@
-"""The samplers of one policy as the server uses them: processes of replicas, their number, and measures of a step.
+"""The samplers of one policy as the server uses them: completions that outlive replicas, and the number of replicas.
+
+If a replica ends, each of its completions continues on another one: from the exact tokens that were received, with the
+remaining `max_tokens` and a seed derived from its own and the position. Tokens that were not received were not passed
+on either. While no replica can take a completion, it waits. Tokens carry the version that sampled them, so a completion
+may have several versions; a piece has one.
 
 The autoscaler: a replica samples `sampler.max_concurrent` completions at a time. So the number wanted is that of all
 completions, running or waiting, divided by it, within `compute.samplers`. Replicas start slowly, and the last
@@ -11,31 +16,38 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import hashlib
 import os
 import re
 import shutil
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
 
-from agentjet.compute.cluster.fleet import Fleet
-from agentjet.compute.cluster.replicas import Replicas
+import numpy as np
+
+from agentjet.compute.fleet import Changed, Fleet, ReplicaHandle, RoutedCompletion, choose
 from agentjet.compute.ranks import COMPUTE_VARIABLES, Room
 from agentjet.config import ComputeConfig, ModelConfig, ServeConfig
 from agentjet.config.loader import cache_dir
-from agentjet.errors import ConfigError, WorkerDied
-from agentjet.processes.guardian import MAX_LINE, Launch, last_lines
+from agentjet.errors import AgentJetError, ComputeError, ConfigError, WorkerDied
+from agentjet.processes.guardian import MAX_LINE, Launch, ProcessEnd, last_lines
 from agentjet.processes.rpc import Peer
-from agentjet.types import ModelInfo, PolicyId, Sampled, SamplerBounds, SamplingParams
+from agentjet.processes.supervisor import NotStarted
+from agentjet.types import ModelInfo, PolicyId, ProcessStatus, Sampled, SamplerBounds, SamplingParams, TokenScore
 
-REPLICA_MODULE = "agentjet.compute.cluster.replica"
-REPLICA_PATH = Path(__file__).parent / "replica_path"
+REPLICA_MODULE = "agentjet.compute.vllm.replica"
+REPLICA_PATH = Path(__file__).parent / "vllm" / "replica_path"
 """On a replica's `PYTHONPATH`: it imports the server's copy of AgentJet."""
 LOAD_SECONDS = 1800.0
 """Time for a replica to load its model. Files may come from a hub or a slow disk."""
+NO_MODULE = "No module named"
+"""Text of Python's error for a library that an environment lacks."""
 TOKEN_SECONDS = 0.2
 """Longest time before a received token that counts as sampling. The rest is a pause."""
 RISE_SECONDS, FALL_SECONDS = 10, 300
@@ -111,13 +123,14 @@ class Samplers:
             log_path,
             {**COMPUTE_VARIABLES, "PYTHONPATH": found},
             gpus=room.gpus * settings.tensor_parallel,
-            beside=f"{self._policy}/rank-" if settings.colocated else "",
+            group=f"replicas of {self._policy}",
+            beside=f"ranks of {self._policy}" if settings.colocated else "",
         )
         try:
             peer = await room.supervisor.start(launch)
-        except WorkerDied as error:
-            is_no_python = "with exit code" in str(error) and not settings.address
-            if "No module named" in str(error) or (is_no_python and not self.replicas.fleet.has_served):
+        except NotStarted as error:
+            is_no_python = error.end.exit_code is not None and not settings.address
+            if NO_MODULE in error.end.last_line or (is_no_python and not self.replicas.fleet.has_served):
                 raise ConfigError(f"{error}. {_way_out(self._python)}") from None
             raise
         try:
@@ -127,7 +140,8 @@ class Samplers:
         except BaseException as error:
             await peer.stop()
             if isinstance(error, TimeoutError):
-                raise WorkerDied(f"{name} did not load for {LOAD_SECONDS:g} s; see {log_path}") from None
+                late = ProcessEnd(f"did not load for {LOAD_SECONDS:g} s; see {log_path}")
+                raise NotStarted(name, late) from None
             if isinstance(error, ConfigError):
                 raise with_cause(error, cause_of(log_path, self._log_starts[name])) from None
             raise
@@ -142,7 +156,7 @@ class StepMeter:
         self._began = self._received_at = clock()
         self._sampled = 0.0
         """Seconds of the step in which at least one completion got tokens."""
-        self._waiting: list[int] = []
+        self.waiting: list[int] = []
         """Completions that waited for a place at a replica, in each second of the step."""
         self._learning_since: float | None = None
         """Time at which the first operation of the step was requested."""
@@ -163,22 +177,18 @@ class StepMeter:
         if self._learning_since is None:
             self._learning_since = self._clock()
 
-    def count_waiting(self, number: int) -> None:
-        """Call once a second with the number of completions that wait for a place at a replica."""
-        self._waiting.append(number)
-
     def finish(self) -> dict[str, float]:
         """Returns the metrics of the step when its weights are published, and begins the next step."""
         now = self._clock()
         step = max(1e-9, now - self._began)
         metrics = {"sampler/idle": max(0.0, 1 - self._sampled / step)}
-        if self._waiting:
-            metrics["sampler/waiting"] = sum(self._waiting) / len(self._waiting)
+        if self.waiting:
+            metrics["sampler/waiting"] = sum(self.waiting) / len(self.waiting)
         if self._learning_since is not None:
             learning = max(1e-9, now - self._learning_since)
             metrics["learner/idle"] = max(0.0, 1 - learning / step)
             metrics["sampler/overlap"] = min(1.0, self._overlapped / learning)
-        self._began, self._sampled, self._overlapped, self._learning_since, self._waiting = now, 0.0, 0.0, None, []
+        self._began, self._sampled, self._overlapped, self._learning_since, self.waiting = now, 0.0, 0.0, None, []
         return metrics
 
 
@@ -199,6 +209,200 @@ class Autoscaler:
         if rise > num_replicas and len(self._wanted) >= RISE_SECONDS:
             return rise
         return fall if fall < num_replicas and len(self._wanted) == FALL_SECONDS else num_replicas
+
+
+# ---- completions -----------------------------------------------------------------------------------------------------
+
+MAX_BLAME, MAX_LOSSES = 4, 12
+"""A completion fails if it crashed so many replicas in a row, or lost so many, without a token between them.
+
+It may have crashed a replica that ended alone. If others ended with it, or if it hung, there is another cause. Three
+crashes are not enough: in a run of `bench.scaling.faults`, three replicas were killed in three seconds.
+"""
+LOSS_SECONDS = 0.25
+"""Replicas that end within this time end together. A completion waits longer before it tries its next replica."""
+MAX_WAIT = 8
+"""Longest such wait, as a multiple."""
+SILENT_SECONDS = 2.0
+"""A replica that has work and was silent for so long gets more only if there is no other: its machine may be gone."""
+
+
+class Replicas:
+    """Routes the completions of a policy to its replicas. Its methods are those of `Sampler` for one policy."""
+
+    def __init__(self, make_fleet: Callable[[Changed], Fleet]) -> None:
+        self._waiting: OrderedDict[RoutedCompletion, asyncio.Future[ReplicaHandle]] = OrderedDict()
+        """Work that no replica has a place for, in the order in which it gets one."""
+        self._num_resumed = 0
+        self.fleet = make_fleet(self._assign)
+
+    async def sample(self, token_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Sampled, None]:
+        """See `Sampler.sample`. Raises `ComputeError` for a completion that several replicas died of."""
+        work, version = RoutedCompletion(np.asarray(token_ids, np.int32)), 0
+        while len(work.sampled) < params.max_tokens:
+            replica, received = await self._place(work), len(work.sampled)
+            assert replica.peer is not None
+            try:
+                pieces = replica.peer.sample(self.fleet.policy, work.tokens, _rest(params, received), received)
+                async with aclosing(pieces):
+                    async for piece in pieces:
+                        await self.fleet.confirm(replica, piece.policy_version)
+                        work.sampled += piece.tokens
+                        version = piece.policy_version
+                        work.losses = work.blame = 0
+                        yield piece
+                return
+            except WorkerDied:
+                await self._leave_dead(replica, work, has_progressed=len(work.sampled) > received)
+            finally:
+                self._leave(replica, work)
+        yield Sampled((), (), version, "length")  # The replica died between the last token and its finish reason.
+
+    async def score(self, token_ids: Sequence[int], num_likeliest: int) -> list[TokenScore]:
+        """See `Sampler.score`."""
+        work = RoutedCompletion(np.asarray(token_ids, np.int32), uses_cache=False)
+        while True:
+            replica = await self._place(work)
+            assert replica.peer is not None
+            try:
+                found: list[TokenScore] = await replica.peer.ask("score", self.fleet.policy, work.prompt, num_likeliest)
+                return found
+            except WorkerDied:
+                await self._leave_dead(replica, work, has_progressed=False)
+            finally:
+                self._leave(replica, work)
+
+    def metrics(self) -> dict[str, float]:
+        """Returns the metrics of the policy's sampling."""
+        serving = [replica for replica in self.fleet.replicas if replica.version is not None]
+        return {
+            "sampler/replicas": float(len(serving)),
+            "sampler/replicas_wanted": float(self.fleet.count),
+            "sampler/resumed": float(self._num_resumed),
+            "sampler/publish_seconds": self.fleet.publish_seconds,
+            "sampler/pause_seconds": self.fleet.pause_seconds,
+            "sampler/probe_error": self.fleet.probe_error,
+        }
+
+    @property
+    def num_running(self) -> int:
+        """Completions and scorings that replicas have."""
+        return sum(len(replica.load.running) for replica in self.fleet.replicas)
+
+    @property
+    def num_waiting(self) -> int:
+        """Completions and scorings that wait for a place at a replica."""
+        return len(self._waiting)
+
+    def status(self) -> list[ProcessStatus]:
+        """Returns the replicas, oldest first, without their places."""
+        return [_status(replica) for replica in self.fleet.replicas]
+
+    # ---- placement --------------------------------------------------------------------------------------------------
+
+    async def _place(self, work: RoutedCompletion) -> ReplicaHandle:
+        """Wait for a place at a live replica; returns it. Raises the failure of the policy, or `PolicyRemoved`."""
+        while True:
+            replica = await self._next_place(work)
+            if replica.is_ready:
+                return replica
+            self._leave(replica, work)  # It died since it got the work.
+
+    async def _next_place(self, work: RoutedCompletion) -> ReplicaHandle:
+        self.fleet.check()
+        work.update_keys()
+        future: asyncio.Future[ReplicaHandle] = asyncio.get_running_loop().create_future()
+        self._waiting[work] = future
+        if work.sampled or work.losses:
+            self._waiting.move_to_end(work, last=False)
+        self._assign()
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled() and future.exception() is None:
+                self._leave(future.result(), work)
+            raise
+        finally:
+            self._waiting.pop(work, None)
+
+    def _assign(self) -> None:
+        """Give waiting work the places that there are, oldest first."""
+        if not self._waiting:
+            return
+        try:
+            self.fleet.check()
+        except AgentJetError as error:
+            for future in self._waiting.values():
+                if not future.done():
+                    future.set_exception(copy.copy(error))
+            return
+        now = asyncio.get_running_loop().time()
+        ready = [replica for replica in self.fleet.replicas if replica.is_ready]
+        heard = [replica for replica in ready if replica.silence(now) < SILENT_SECONDS]
+        loads = {replica: replica.load for replica in heard or ready}
+        placed: list[RoutedCompletion] = []
+        for work, future in self._waiting.items():
+            if future.done():
+                continue
+            if (replica := choose(loads, work)) is not None:
+                if not replica.load.running:
+                    replica.busy_since = now
+                replica.load.add(work)
+                future.set_result(replica)
+                placed.append(work)
+            elif not work.losses:  # Work that lost a replica may be waiting for a place of its own kind.
+                break
+        for work in placed:
+            del self._waiting[work]
+
+    def _leave(self, replica: ReplicaHandle, work: RoutedCompletion) -> None:
+        replica.load.remove(work)
+        self._assign()
+
+    async def _leave_dead(self, replica: ReplicaHandle, work: RoutedCompletion, *, has_progressed: bool) -> None:
+        """Prepare work for another replica. Raises `ComputeError` if it probably kills replicas."""
+        self.fleet.check()
+        self._num_resumed += 1
+        end = await asyncio.shield(replica.end)  # Its requests fail just before.
+        if has_progressed or end.cause == "unwanted":
+            return
+        work.losses += 1
+        self._leave(replica, work)
+        await asyncio.sleep(LOSS_SECONDS * min(2 * work.losses, MAX_WAIT))
+        work.blame += end.cause == "work" and self.fleet.ended_alone(end, LOSS_SECONDS)
+        if work.blame >= MAX_BLAME or work.losses >= MAX_LOSSES:
+            raise ComputeError(f"{work.losses} replicas in a row ended before they sent a token of this completion")
+
+
+def _status(replica: ReplicaHandle) -> ProcessStatus:
+    running = len(replica.load.running)
+    if replica.peer is None:
+        state = "starts"
+    elif replica.is_adopting:
+        state = "loads weights"
+    elif replica.version is None:
+        state = replica.problem or "waits for weights"
+    elif replica.is_suspended:
+        state = replica.problem or "is suspended until the next publish"
+    else:
+        state = replica.problem or ("samples" if running else "idle")
+    is_ready = replica.version is not None
+    return ProcessStatus(
+        replica.name, "replica", state, version=replica.version, completions=running, is_ready=is_ready
+    )
+
+
+def derived_seed(seed: int, position: int) -> int:
+    """Returns the seed of a completion that continues at a position: number of tokens received before."""
+    digest = hashlib.blake2b(f"{seed} {position}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def _rest(params: SamplingParams, received: int) -> SamplingParams:
+    """Returns the parameters of a completion after the received tokens."""
+    if not received:
+        return params
+    return replace(params, max_tokens=params.max_tokens - received, seed=derived_seed(params.seed, received))
 
 
 # ---- settings that this place can honour -----------------------------------------------------------------------------

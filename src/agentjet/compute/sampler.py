@@ -4,8 +4,8 @@ Completions of one prompt share a cache row while they have sampled the same tok
 differ. A model that does not share prefixes has a cache of `transformers` in each row, and a pass for each row.
 
 Each request has its own parameters, random numbers and end. The worker's loop calls `step`. Nothing here blocks or
-runs in a thread. A sampler serves one policy of full weights, or any number of adapters over one base model. Call
-`pause` before the weights of a policy change and `invalidate` afterwards: its running completions then continue under
+runs in a thread. A sampler serves one policy of full weights, or any number of adapters over one base model. A
+policy is `paused` before its weights change; call `invalidate` afterwards: its running completions then continue under
 the new weights, and their cached state is computed again. Completions of other policies are not affected.
 """
 
@@ -24,10 +24,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from agentjet.compute.embedded.attention import AttentionPlan, DecodeGraphs, StepPlan, flat_forward, step_plan
-from agentjet.compute.embedded.cache import CacheRow, KeyValueCache
-from agentjet.compute.embedded.model import copied_modules
-from agentjet.compute.embedded.policy import PROBE_TOKENS, Policy, first_line, probe_tokens, tolerance
+from agentjet.compute.attention import AttentionPlan, DecodeGraphs, StepPlan, flat_forward, step_plan
+from agentjet.compute.cache import CacheRow, KeyValueCache
+from agentjet.compute.model import copied_modules
+from agentjet.compute.policy import PROBE_TOKENS, Policy, first_line, probe_tokens, tolerance
 from agentjet.compute.token_choice import Grammars, Guide, sample_tokens
 from agentjet.errors import ComputeError, GrammarError, OutOfCache
 from agentjet.types import FinishReason, SamplingParams
@@ -88,7 +88,8 @@ class ModelSampler:
         self._state_name = None if policy.info.shares_prefixes else _state_name(policy)
         self._waiting: deque[RunningCompletion] = deque()
         self._running: dict[CacheRow, list[RunningCompletion]] = {}
-        self._paused: set[Policy] = set()
+        self.paused: set[Policy] = set()
+        """Policies of which nothing is sampled until `invalidate`."""
         self._mixture: AdapterMixture | None = None
         self._may_admit = False
         """True if an event since the last attempt may allow a waiting request to start."""
@@ -96,9 +97,9 @@ class ModelSampler:
     @property
     def is_idle(self) -> bool:
         """True if a step would do nothing. Paused completions may wait."""
-        if any(row.owner not in self._paused for row in self._running):
+        if any(row.owner not in self.paused for row in self._running):
             return False
-        return not (self._may_admit and any(c.policy not in self._paused for c in self._waiting))
+        return not (self._may_admit and any(c.policy not in self.paused for c in self._waiting))
 
     def submit(
         self,
@@ -130,15 +131,11 @@ class ModelSampler:
         for row, completions in [*self._running.items()]:
             self._keep(row, [c for c in completions if c.id != id])
 
-    def pause(self, policy: Policy) -> None:
-        """Sample nothing of this policy until `invalidate`."""
-        self._paused.add(policy)
-
     def invalidate(self, policy: Policy | None = None) -> None:
         """Drop the cached state of a policy, and resume it: its weights changed, or it was removed."""
         policy = policy or self.policy
         self._cache.clear(policy)
-        self._paused.discard(policy)
+        self.paused.discard(policy)
         if self._mixture is not None:
             self._mixture.invalidate()
         if self._graphs is not None:
@@ -155,7 +152,7 @@ class ModelSampler:
         self._admit()
         found: list[Tensor] = []
         complete: list[CacheRow] = []
-        for rows in _passes([row for row in self._running if row.owner not in self._paused]):
+        for rows in _passes([row for row in self._running if row.owner not in self.paused]):
             spans = self._spans(rows)
             hidden = self._forward(spans)
             indices: list[int] = []
@@ -184,7 +181,7 @@ class ModelSampler:
         postponed: deque[RunningCompletion] = deque()
         while self._waiting and num_free > 0:
             completion = self._waiting.popleft()
-            if completion.policy in self._paused:
+            if completion.policy in self.paused:
                 postponed.append(completion)
                 continue
             key = completion.policy, completion.tokens.tobytes()

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from agentjet.compute.embedded.policy import CacheShape
+from agentjet.compute.policy import CacheShape
 from agentjet.timeline.forest import common_prefix
 
 BLOCK = 128
