@@ -23,20 +23,20 @@ from starlette.responses import Response
 
 from agentjet.errors import ConfigError, Conflict, Forbidden, NotFound, TooLarge, Unprocessable
 from agentjet.front import tracing
-from agentjet.front.http import Limits
-from agentjet.front.keys import KEY_PREFIX, Bearer, Keys, SessionCodes
-from agentjet.front.requests import (
+from agentjet.front.http import (
     INFERENCE_PATH,
     PROBLEMS,
     Guard,
     GuardedRoute,
     Handler,
+    Limits,
     RunScope,
     bearer_of,
     key_of,
     route_path,
     scope_of,
 )
+from agentjet.front.keys import KEY_PREFIX, Bearer, Keys, SessionCodes
 from agentjet.protocol import PREFIX, RunSettings, RunView
 from agentjet.server.gateway import Gateway
 from agentjet.server.monitoring import Machine
