@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from agentjet.errors import ContextOverflow, InvalidRequest
 from agentjet.rendering import Renderer
-from agentjet.rendering.grammar import MARKERS
+from agentjet.rendering.renderer import MARKERS
 from agentjet.swarm.batches import Answered
 from agentjet.swarm.journal import RecordedCall
 from agentjet.timeline import ConversationTree, Match
