@@ -54,9 +54,8 @@ from agentjet.front.tracing import Tracing
 from agentjet.rendering import Renderer
 from agentjet.rendering.grammar import GrammarTrials
 from agentjet.swarm import EpisodeRecord
-from agentjet.swarm.journal import encode_call
+from agentjet.swarm.journal import encode_call, pack_sets
 from agentjet.timeline import ConversationTree
-from agentjet.timeline.support import pack_sets
 from agentjet.timeline.tree import context_hash
 from agentjet.types import ANY_ANSWER, Call, Constraint, Conversation, Message, PolicyId, SamplingParams, policy_of
 

@@ -35,7 +35,7 @@ from agentjet.compute.token_choice import Grammars
 from agentjet.config import ComputeConfig, ModelConfig, SamplerConfig
 from agentjet.config.loader import cache_dir
 from agentjet.errors import ComputeError, ConfigError, GrammarError, OutOfCache
-from agentjet.timeline.support import EVERYTHING
+from agentjet.timeline.forest import EVERYTHING
 from agentjet.types import ModelInfo, SamplingParams, TokenScore
 
 log = logging.getLogger(__name__)

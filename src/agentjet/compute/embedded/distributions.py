@@ -23,8 +23,7 @@ from agentjet.compute.embedded.passes import Pass, pass_of
 from agentjet.compute.embedded.policy import Policy
 from agentjet.config import ModelConfig
 from agentjet.recipes.recipe import ValueHeads
-from agentjet.timeline.forest import Forest, Row, build_forest
-from agentjet.timeline.support import decode_set
+from agentjet.timeline.forest import Forest, Row, build_forest, decode_set
 from agentjet.types import TokenScore
 
 HEAD_ROWS = 512
