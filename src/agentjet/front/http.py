@@ -58,8 +58,7 @@ from agentjet.errors import (
     Unprocessable,
     nearest_name,
 )
-from agentjet.front import tracing
-from agentjet.front.calls import Calls
+from agentjet.front.calls import Calls, present_run
 from agentjet.front.concurrency import LARGE, Turns, offload
 from agentjet.front.dialects import DIALECTS, error_shape
 from agentjet.front.keys import Keys
@@ -429,7 +428,7 @@ class RunMiddleware:
         # Agents check their base URL with HEAD and without a key. No answer to it depends on the run.
         if scope["method"] != "HEAD":
             scope[RUN] = self._enter_run(name, HTTPConnection(scope))
-            tracing.run.set(name)
+            present_run.set(name)
         return scope
 
 
