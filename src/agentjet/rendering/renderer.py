@@ -13,9 +13,9 @@ is a control token; the guard is removed from the rest.
 
 History. `render(conversation, sampled={i: encoded text of a completion})` writes assistant message i as it was sampled,
 directly after the generation prompt. Differences such as JSON spacing, half a character or a space that the template
-adds then do not fork the tree. Before each completion, the gateway adds `generation_tail`.
+adds then do not fork the tree. Before each completion, `front.prompts` adds `generation_tail`.
 
-* With `history = "as_sampled"`, the gateway does this for every recognised turn.
+* With `history = "as_sampled"`, `front.prompts` does this for every recognised turn.
 * With `history = "template"`, it does this for recognised turns without reasoning, or whose reasoning the template
   keeps. The template writes the other turns, and can remove their reasoning.
 
