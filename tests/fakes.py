@@ -24,7 +24,7 @@ from agentjet.server.read import job_of
 from agentjet.server.runs import Runs
 from agentjet.swarm import EpisodeRecord, SwarmState
 from agentjet.timeline.batch import TrainingBatch
-from agentjet.timeline.support import encode_set
+from agentjet.timeline.forest import encode_set
 from agentjet.types import (
     Call,
     CheckpointStamp,

@@ -28,7 +28,7 @@ from agentjet.compute.weights import Publication
 from agentjet.config import ComputeConfig, ModelConfig, SamplerConfig
 from agentjet.errors import AgentJetError, ComputeError, GrammarError, OutOfCache
 from agentjet.processes.rpc import Answer, Link, ProcessRequest
-from agentjet.timeline.support import encode_set
+from agentjet.timeline.forest import encode_set
 from agentjet.types import FinishReason, ModelInfo, PolicyId, Sampled, SamplingParams, TokenScore
 
 ROOT = Path(__file__).parents[2]

@@ -32,7 +32,7 @@ from agentjet.compute.weights import probe_failure
 from agentjet.config import ComputeConfig, ModelConfig, SamplerConfig
 from agentjet.errors import AgentJetError, ComputeError, GrammarError, OutOfCache, WorkerDied
 from agentjet.rendering import Renderer
-from agentjet.timeline.support import decode_set, encode_set
+from agentjet.timeline.forest import decode_set, encode_set
 from agentjet.types import Constraint, Conversation, Message, ModelInfo, SamplingParams
 from tests.cluster.local_replica import (
     POLICY,

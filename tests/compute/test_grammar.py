@@ -30,8 +30,7 @@ from agentjet.errors import GrammarError, OutOfCache, PolicyRemoved
 from agentjet.processes.rpc import Answer, ProcessRequest
 from agentjet.rendering import Renderer
 from agentjet.rendering.grammar import write_grammar
-from agentjet.timeline.forest import Row, build_forest, call_row
-from agentjet.timeline.support import EVERYTHING, decode_set, encode_set
+from agentjet.timeline.forest import EVERYTHING, Row, build_forest, call_row, decode_set, encode_set
 from agentjet.types import Constraint, PolicyId, SamplingParams
 from tests.compute.architectures import make_architecture
 from tests.compute.baseline import row_logprobs

@@ -24,8 +24,7 @@ from agentjet.compute.passes import HEAD_POSITIONS, Chunk, score
 from agentjet.compute.policy import Policy
 from agentjet.config import JobConfig, OptimizerConfig
 from agentjet.recipes.registry import make_recipe
-from agentjet.timeline.forest import Forest, build_forest, call_row
-from agentjet.timeline.support import decode_set, encode_set
+from agentjet.timeline.forest import Forest, build_forest, call_row, decode_set, encode_set
 from tests.compute.baseline import Double, relative
 from tests.compute.conftest import make_policy, sampled_rows, tokens
 from tests.compute.direct import learn_directly

@@ -34,8 +34,7 @@ from agentjet.compute.rank import make_deterministic
 from agentjet.config import JobConfig, OptimizerConfig
 from agentjet.recipes.registry import make_recipe
 from agentjet.timeline.batch import Facts, TrainingBatch
-from agentjet.timeline.forest import Row, build_forest, call_row
-from agentjet.timeline.support import encode_set
+from agentjet.timeline.forest import Row, build_forest, call_row, encode_set
 from tests.compute.architectures import make_architecture
 from tests.compute.conftest import make_policy
 from tests.compute.direct import learn_directly

@@ -41,8 +41,7 @@ from agentjet.errors import (
 )
 from agentjet.processes.rpc import Message, Peer
 from agentjet.timeline.batch import TrainingBatch
-from agentjet.timeline.forest import Forest, build_forest, call_row
-from agentjet.timeline.support import EVERYTHING
+from agentjet.timeline.forest import EVERYTHING, Forest, build_forest, call_row
 from agentjet.types import Op, PolicyId, SamplingParams
 from tests.compute.conftest import pid_of, tokens
 

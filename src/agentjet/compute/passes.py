@@ -33,8 +33,7 @@ from agentjet.compute.model import load_policy
 from agentjet.compute.policy import Policy
 from agentjet.config import ModelConfig
 from agentjet.recipes.recipe import ValueHeads
-from agentjet.timeline.forest import Forest, ForestChunk, Row, build_forest, chunk_forest, restrict, split
-from agentjet.timeline.support import decode_set
+from agentjet.timeline.forest import Forest, ForestChunk, Row, build_forest, chunk_forest, decode_set, restrict, split
 from agentjet.types import TokenScore
 
 IntArray = NDArray[np.int64]

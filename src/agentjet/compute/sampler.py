@@ -55,7 +55,7 @@ class RunningCompletion:
 
 @dataclass(frozen=True, slots=True)
 class NewToken:
-    """One sampled token of completion `id`, and the set from which it was chosen (see `timeline.support`)."""
+    """One sampled token of completion `id`, and the set from which it was chosen (see `timeline.forest`)."""
 
     id: int
     token: int

@@ -48,7 +48,7 @@ from agentjet.compute.weights import MODULES, as_folder, publishes_adapter, size
 from agentjet.config import ComputeConfig, ModelConfig, SamplerConfig
 from agentjet.config.loader import cache_dir
 from agentjet.errors import ComputeError, ConfigError, GrammarError, OutOfCache
-from agentjet.timeline.support import EVERYTHING
+from agentjet.timeline.forest import EVERYTHING
 from agentjet.types import ModelInfo, SamplingParams, TokenScore
 
 log = logging.getLogger(__name__)
