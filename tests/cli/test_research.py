@@ -26,7 +26,7 @@ from agentjet.errors import ConfigError
 from agentjet.research.journal import StudyFolder, StudyLog, read_log
 from agentjet.research.models import Diagnosis
 from agentjet.research.records import Setting
-from agentjet.research.report.facts import StudyView
+from agentjet.research.report import StudyView
 from agentjet.research.scheduler import conduct
 from agentjet.research.swarm_runner import ServerLost, SharedServerSlot
 from tests.cli.test_commands import run

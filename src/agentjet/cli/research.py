@@ -271,7 +271,7 @@ def carry_out(folder: Path, slots: Sequence[ServerSlot]) -> None:
 
 def summary(log: StudyLog) -> dict[str, Any]:
     """Summary for `status --json`."""
-    from agentjet.research.report.facts import StudyView
+    from agentjet.research.report import StudyView
 
     if log.study is None:
         return {"stage": "planned"}

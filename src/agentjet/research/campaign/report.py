@@ -18,8 +18,7 @@ from agentjet.research.campaign.strategist import WORTH
 from agentjet.research.journal import JournalEntry
 from agentjet.research.models import Trial
 from agentjet.research.records import shortened
-from agentjet.research.report import curves, effects, files_of, number, write_files
-from agentjet.research.report.facts import SIMULATED
+from agentjet.research.report import SIMULATED, curves, effects, files_of, number, write_files
 from agentjet.research.scheduler import DIRECTIONAL
 
 KNOWN_AS = {
