@@ -30,7 +30,7 @@ from agentjet.types import DEFAULT_RUN, JOURNAL
 
 if TYPE_CHECKING:
     from agentjet.research.campaign.campaign import Question
-    from agentjet.research.campaign.models import Proposer
+    from agentjet.research.campaign.strategist import Proposer
     from agentjet.research.journal import JournalEntry, StudyLog
     from agentjet.research.models import Finding, Outcome
     from agentjet.research.records import Setting
@@ -471,8 +471,7 @@ def start(
     the report is in the folder.
     """
     from agentjet.config.loader import check_model_name
-    from agentjet.research.campaign.campaign import Question
-    from agentjet.research.campaign.models import Budget
+    from agentjet.research.campaign.campaign import Budget, Question
     from agentjet.research.campaign.subject_repo import SubjectRepo, read_subject
     from agentjet.research.journal import StudyFolder
 
@@ -520,10 +519,10 @@ def conduct(
     from agentjet.client.threads import raise_on_signals
     from agentjet.research import landlock
     from agentjet.research.campaign.campaign import Campaign, Question
-    from agentjet.research.campaign.notebook import Notebook
     from agentjet.research.campaign.report import build
     from agentjet.research.campaign.strategist import Strategist
     from agentjet.research.campaign.subject_repo import SubjectRepo
+    from agentjet.research.journal import Notebook
     from agentjet.research.swarm_runner import SwarmRunner
 
     again = f"agentjet research resume {shlex.quote(str(folder))}"
@@ -566,7 +565,7 @@ def conduct(
 
 def line_of(entry: JournalEntry) -> str:
     """An entry of a notebook in one line; empty for entries about the machinery."""
-    from agentjet.research.campaign.notebook import described
+    from agentjet.research.campaign.report import described
 
     return f"{entry.number:4d} {in_a_line(': '.join(step))}" if (step := described(entry)) else ""
 
@@ -583,7 +582,8 @@ def digest(
 
 def print_standing(folder: Path, as_json: bool, day: int = 0) -> None:
     """Prints where a campaign stands, or stood at the end of a day."""
-    from agentjet.research.campaign.notebook import Notebook, standing
+    from agentjet.research.campaign.report import standing
+    from agentjet.research.journal import Notebook
 
     with Notebook(folder, writer=False) as notebook:
         found = standing(notebook, day)
@@ -607,8 +607,7 @@ def demo(
     A model of random weights should answer in digits. Its agent allows three tokens and pays only answers without any
     other character. No change of a setting mends that.
     """
-    from agentjet.research.campaign.campaign import Question
-    from agentjet.research.campaign.models import Budget
+    from agentjet.research.campaign.campaign import Budget, Question
     from agentjet.research.campaign.subject_repo import SubjectRepo
     from agentjet.research.journal import StudyFolder
 

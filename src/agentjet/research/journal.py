@@ -1,4 +1,4 @@
-"""`StudyJournal`: an append-only file of entries; `StudyLog`: the sum of a study's entries; and its folder.
+"""`StudyJournal`: an append-only file of entries; `StudyLog`: the sum of a study's entries; `Notebook`: a campaign's.
 
 A study or a campaign resumes by running again over its journal. It is a function of what was observed: it launches
 nothing twice, and a decision that differs from the recorded one is an error. An entry is on disk before anything
@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import math
 import os
 import sqlite3
 import time
@@ -144,8 +145,9 @@ class StudyJournal:
         self.notify(made)
         return made
 
-    def of(self, *kinds: str) -> list[JournalEntry]:
-        return [entry for entry in self.entries if entry.kind in kinds]
+    def of(self, *kinds: str, until: float = math.inf) -> list[JournalEntry]:
+        """Entries of these kinds, up to a time."""
+        return [entry for entry in self.entries if entry.kind in kinds and entry.at <= until]
 
     def _add(self, entry: JournalEntry) -> None:
         self.entries.append(entry)
@@ -316,3 +318,20 @@ class StudyFolder:
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"{file} is not valid JSON: {error}") from None
         return Study.from_json(content)
+
+
+# ---- campaigns ------------------------------------------------------------------------------------------------------
+
+NOTEBOOK = "notebook.sqlite"
+
+
+class Notebook(StudyJournal):
+    """`path` is the campaign's folder. Raises `ConfigError` if another process writes it, or without a campaign to
+    read.
+    """
+
+    def __init__(self, path: Path, **options: Any) -> None:
+        self.path = path
+        if not options.get("writer", True) and not (path / NOTEBOOK).exists():
+            raise ConfigError(f"{path}: there is no campaign in this folder (no {NOTEBOOK})")
+        super().__init__(path / NOTEBOOK, **options)

@@ -30,8 +30,7 @@ from pydantic import TypeAdapter
 from agentjet.client.command import CapturedProcess
 from agentjet.errors import AgentJetError, ConfigError
 from agentjet.research import landlock
-from agentjet.research.campaign.models import Intervention, ProposerAway, View
-from agentjet.research.campaign.strategist import facts_of
+from agentjet.research.campaign.strategist import Intervention, ProposerAway, View, facts_of
 from agentjet.research.campaign.subject_repo import git, read_folder, write_files
 from agentjet.research.records import Record, adapter, shortened
 

@@ -35,7 +35,7 @@ from agentjet.config.loader import leaves, parse_config
 from agentjet.errors import ConfigError
 from agentjet.research import arm_process
 from agentjet.research.arm_process import ArmFailed, ArmOrder
-from agentjet.research.campaign.models import Intervention
+from agentjet.research.campaign.strategist import Intervention
 from agentjet.research.journal import write_whole
 from agentjet.research.models import Address, Refused, Trial
 from agentjet.research.records import refuse, unknown_key
