@@ -24,8 +24,7 @@ from agentjet.cli.main import app
 from agentjet.cli.research import LocalServerSlot, carry_out, console, summary
 from agentjet.errors import ConfigError
 from agentjet.research.journal import StudyFolder, StudyLog, read_log
-from agentjet.research.models import Diagnosis
-from agentjet.research.records import Setting
+from agentjet.research.models import Diagnosis, Setting
 from agentjet.research.report import StudyView
 from agentjet.research.scheduler import conduct
 from agentjet.research.swarm_runner import ServerLost, SharedServerSlot

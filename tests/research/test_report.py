@@ -23,10 +23,9 @@ import pytest
 
 from agentjet.errors import ConfigError
 from agentjet.research.journal import StudyFolder, StudyLog
-from agentjet.research.models import Arm, Diagnosis
+from agentjet.research.models import Arm, Diagnosis, Subject
 from agentjet.research.report import StudyView, build, check, gather, read_study, render
 from agentjet.research.scheduler import conduct
-from agentjet.research.subject import Subject
 from tests.research.reported import RICH, VERDICTS, Told, interrupted, rich_book
 from tests.research.world import STUDY, Formula, hill
 

@@ -16,8 +16,7 @@ import numpy as np
 
 from agentjet.errors import AgentJetError
 from agentjet.research.journal import StudyKind, StudyLog
-from agentjet.research.models import Address, Arm, Hypothesis, Knob, Outcome, Study, Trial
-from agentjet.research.records import Setting, canonical
+from agentjet.research.models import Address, Arm, Hypothesis, Knob, Outcome, Setting, Study, Trial, canonical
 from agentjet.research.swarm_runner import RunningServer, ServerUnavailable
 
 KNOB = Knob("lr", (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0))

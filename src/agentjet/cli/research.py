@@ -32,9 +32,7 @@ if TYPE_CHECKING:
     from agentjet.research.campaign.campaign import Question
     from agentjet.research.campaign.strategist import Proposer
     from agentjet.research.journal import JournalEntry, StudyLog
-    from agentjet.research.models import Finding, Outcome
-    from agentjet.research.records import Setting
-    from agentjet.research.subject import Subject
+    from agentjet.research.models import Finding, Outcome, Setting, Subject
     from agentjet.research.swarm_runner import RunningServer, ServerSlot
 
 Folder = Annotated[Path, Argument(metavar="FOLDER", help="Folder of the study or campaign.")]
@@ -82,7 +80,7 @@ class Servers:
 
 def in_a_line(note: str) -> str:
     """A note for the terminal, of at most 400 characters."""
-    from agentjet.research.records import shortened
+    from agentjet.research.models import shortened
 
     return shortened(" ".join(note.split()), 400)
 
@@ -173,9 +171,9 @@ def new(
     """
     from agentjet.config.loader import parse_overrides
     from agentjet.research.journal import StudyFolder
+    from agentjet.research.models import Subject
     from agentjet.research.plan import plan, read_space
     from agentjet.research.report import plan_page
-    from agentjet.research.subject import Subject
 
     if not topic.strip():
         raise ConfigError("the title is empty: give the question, such as 'Does a KL penalty help?'")

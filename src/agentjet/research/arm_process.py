@@ -29,9 +29,8 @@ from agentjet.client.rollout import Agent, AgentFailing
 from agentjet.client.swarm_client import AsyncSwarm
 from agentjet.errors import AgentJetError, ConfigError
 from agentjet.research import landlock
-from agentjet.research.models import Address
-from agentjet.research.records import Record, canonical
-from agentjet.research.subject import Message, load_agent, load_tasks, located
+from agentjet.research.models import Address, Message, Record, canonical
+from agentjet.research.source import load_agent, load_tasks, located
 from agentjet.types import Task
 
 ENDING_SECONDS = 20.0

@@ -29,8 +29,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
 from agentjet.research.journal import StudyLog
-from agentjet.research.models import Diagnosis, Outcome, Trial
-from agentjet.research.records import canonical
+from agentjet.research.models import Diagnosis, Outcome, Trial, canonical
 
 # ---- signals ---------------------------------------------------------------------------------------------------------
 

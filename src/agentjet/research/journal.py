@@ -23,8 +23,7 @@ from typing import Any, Literal, Self
 
 from agentjet import database
 from agentjet.errors import ConfigError
-from agentjet.research.models import Diagnosis, Outcome, Study, Trial
-from agentjet.research.records import canonical
+from agentjet.research.models import Diagnosis, Outcome, Study, Trial, canonical
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS entries (

@@ -31,8 +31,7 @@ from markdown_it import MarkdownIt
 from agentjet.errors import ConfigError
 from agentjet.research.diagnosis import MANY_FAILED, held_out_counts
 from agentjet.research.journal import StudyFolder, StudyLog, write_whole
-from agentjet.research.models import EXPECTED, Arm, Finding, Hypothesis, Outcome, Study, Trial
-from agentjet.research.records import Setting, Value
+from agentjet.research.models import EXPECTED, Arm, Finding, Hypothesis, Outcome, Setting, Study, Trial, Value
 from agentjet.research.scheduler import DIRECTIONAL, Spending, estimate_cost
 from agentjet.research.statistics import largest_unseen_rate
 from agentjet.types import beginning

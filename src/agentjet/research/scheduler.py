@@ -39,8 +39,7 @@ from agentjet.research.diagnosis import (
     with_dead_environment,
 )
 from agentjet.research.journal import StudyLog
-from agentjet.research.models import Arm, Finding, Hypothesis, Outcome, Phase, Study, Trial
-from agentjet.research.records import Setting, canonical, hash_of
+from agentjet.research.models import Arm, Finding, Hypothesis, Outcome, Phase, Setting, Study, Trial, canonical, hash_of
 from agentjet.research.statistics import LookResult, nominal_level, predictive_power, read, welch
 
 # ---- launching and spending ------------------------------------------------------------------------------------------

@@ -35,9 +35,21 @@ from agentjet.research import arm_process
 from agentjet.research.arm_process import ArmClient, ArmFailed, ArmOrder, conversation
 from agentjet.research.diagnosis import FAILED, PLAYS, Signals, last
 from agentjet.research.journal import write_whole
-from agentjet.research.models import Address, End, Outcome, Transcript, Trial
-from agentjet.research.records import Record, Value, canonical, hash_of, shortened
-from agentjet.research.subject import Message, Subject, one_line_at
+from agentjet.research.models import (
+    Address,
+    End,
+    Message,
+    Outcome,
+    Record,
+    Subject,
+    Transcript,
+    Trial,
+    Value,
+    canonical,
+    hash_of,
+    shortened,
+)
+from agentjet.research.source import one_line_at
 from agentjet.types import Task
 
 # ---- judged episodes -------------------------------------------------------------------------------------------------

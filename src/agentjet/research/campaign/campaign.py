@@ -43,10 +43,22 @@ from agentjet.research.campaign.strategist import (
 )
 from agentjet.research.campaign.subject_repo import SubjectRepo
 from agentjet.research.journal import JournalEntry, Notebook, StudyLog, stored
-from agentjet.research.models import Arm, Finding, Hypothesis, Outcome, Refused, Study, Trial
-from agentjet.research.records import Record, Setting, Value, refuse
+from agentjet.research.models import (
+    MEASURED,
+    Arm,
+    Equal,
+    Finding,
+    Hypothesis,
+    Outcome,
+    Record,
+    Refused,
+    Setting,
+    Study,
+    Trial,
+    Value,
+    refuse,
+)
 from agentjet.research.scheduler import MAX_ATTEMPTS, TrialRunner, added_cost, conduct
-from agentjet.research.subject import MEASURED, Equal
 from agentjet.research.swarm_runner import ServerUnavailable
 
 # ---- launches, within the budget -------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from agentjet.errors import AgentJetError, ConfigError
 from agentjet.research import landlock
 from agentjet.research.campaign.strategist import Intervention, ProposerAway, View, facts_of
 from agentjet.research.campaign.subject_repo import git, read_folder, write_files
-from agentjet.research.records import Record, adapter, shortened
+from agentjet.research.models import Record, adapter, shortened
 
 # ---- a language model ------------------------------------------------------------------------------------------------
 

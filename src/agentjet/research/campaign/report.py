@@ -15,8 +15,7 @@ from agentjet.errors import ConfigError
 from agentjet.research.campaign.campaign import PROMISING, amount
 from agentjet.research.campaign.strategist import WORTH
 from agentjet.research.journal import NOTEBOOK, JournalEntry, Notebook
-from agentjet.research.models import Trial
-from agentjet.research.records import refuse, shortened
+from agentjet.research.models import Trial, refuse, shortened
 from agentjet.research.report import SIMULATED, curves, effects, files_of, number, write_files
 from agentjet.research.scheduler import DIRECTIONAL
 

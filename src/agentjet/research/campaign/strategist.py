@@ -28,8 +28,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from agentjet.research.diagnosis import Signals, SignRule, toml_of
 from agentjet.research.journal import JournalEntry
-from agentjet.research.models import Outcome
-from agentjet.research.records import Record, Setting, Value, refuse
+from agentjet.research.models import Outcome, Record, Setting, Value, refuse
+from agentjet.research.source import file_and_function
 
 # ---- proposals -----------------------------------------------------------------------------------------------------
 
@@ -130,7 +130,7 @@ def lines(text: str) -> list[str]:
 
 def agent_file(files: Files) -> tuple[str, str]:
     """The file of the agent and its function. Empty if the agent is not a file of the subject."""
-    file, _, function = str(tomllib.loads(files["subject.toml"]).get("agent", "")).rpartition(":")
+    file, function = file_and_function(str(tomllib.loads(files["subject.toml"]).get("agent", "")))
     return (file, function) if file in files else ("", "")
 
 
@@ -196,7 +196,7 @@ def user_content(node: ast.AST) -> ast.expr | None:
 def judge_reward(files: Files, judge_source: str) -> Files:
     """Pays in training what the judge pays, by a copy of its function."""
     subject = tomllib.loads(files["subject.toml"])
-    function = str(subject["evaluator"]).rpartition(":")[2]
+    _, function = file_and_function(str(subject["evaluator"]))
     named = f'reward = "{REWARD_FILE}:{function}"\n'
     if not judge_source or subject.get("reward") == f"{REWARD_FILE}:{function}":
         return {}
