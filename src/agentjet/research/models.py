@@ -14,7 +14,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, cached_property
 from pathlib import Path
@@ -22,10 +23,11 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from agentjet.client.agent_source import load_function
+from agentjet.client import agent_source
+from agentjet.client.agent_source import file_and_function, load_function, source_of
+from agentjet.client.inputs import load_agent, load_tasks
 from agentjet.client.rollout import Agent
 from agentjet.errors import AgentJetError, ConfigError, nearest_name
-from agentjet.research.source import code_files, digest_of, files_below, hashes_of, load_agent, load_tasks
 from agentjet.types import Task
 
 # ---- records ---------------------------------------------------------------------------------------------------------
@@ -121,6 +123,11 @@ Judge = Callable[[Task, Sequence[Message]], float]
 Equal = Literal["episodes", "steps", "tokens", "seconds"]
 MEASURED: tuple[Equal, ...] = ("tokens", "seconds")
 """Amounts that only a run shows. A short run gives the length of an arm's full runs."""
+
+
+NOT_IMPORTED = frozenset({"__pycache__", "node_modules", "site-packages", "dist-packages"})
+FOREIGN_MARKERS = ("study.json", "notebook.sqlite", "journal.jsonl", "journal.sqlite", "pyvenv.cfg")
+"""Files that mark a folder as not part of the code beside it: a study, a campaign, a data dir or an environment."""
 
 
 @dataclass(frozen=True)
@@ -261,6 +268,53 @@ class Subject(Record):
     def held_out_tasks(self) -> list[Task]:
         """Raises `ConfigError`."""
         return load_tasks(self.held_out, option="subject.held_out")
+
+
+def code_files(named: set[str]) -> dict[str, Path]:
+    """The file behind each name. For Python, also all Python files beside and below it: it may import them. The files
+    of an installed package are called by the package.
+    """
+    found: dict[str, Path] = {}
+    for name in named:
+        place, function = file_and_function(name)
+        file = Path(name) if name.endswith(".jsonl") else source_of(name, option="subject")
+        shown = file.parent
+        if function and not place.endswith(".py"):
+            module = Path(*place.split("."))
+            shown = module if file.name == "__init__.py" else module.parent
+        beside = [path for path in files_below(file.parent) if path.suffix == ".py"] if file.suffix == ".py" else []
+        found |= {str(shown / path.relative_to(file.parent)): path for path in {file, *beside}}
+    return found
+
+
+def files_below(folder: Path) -> Iterator[Path]:
+    """Yields the files below a folder, without hidden files and folders of other projects."""
+    for place, folders, names in os.walk(folder):
+        here = Path(place)
+        folders[:] = [] if here.name in NOT_IMPORTED else [name for name in folders if is_part_of_project(here / name)]
+        yield from (here / name for name in names if not name.startswith("."))
+
+
+def is_part_of_project(folder: Path) -> bool:
+    if folder.name.startswith(".") or folder.name in NOT_IMPORTED:
+        return False
+    return not any((folder / file).exists() for file in FOREIGN_MARKERS)
+
+
+def hashes_of(files: Mapping[str, Path]) -> dict[str, str]:
+    """Hashes files in pieces, because weights are large. Raises `ConfigError`."""
+    hashes = {}
+    for name, file in sorted(files.items()):
+        try:
+            with file.open("rb") as content:
+                hashes[name] = hashlib.file_digest(content, "sha256").hexdigest()[:12]
+        except OSError as error:
+            raise ConfigError(f"subject: {file}: {error.strerror or error}") from None
+    return hashes
+
+
+def digest_of(hashes: Mapping[str, str]) -> str:
+    return agent_source.hash_of({name: digest.encode() for name, digest in hashes.items()})
 
 
 # ---- the study -------------------------------------------------------------------------------------------------------

@@ -22,11 +22,11 @@ from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from agentjet.client.agent_source import file_and_function
 from agentjet.config import parse_config
 from agentjet.errors import ConfigError
 from agentjet.research.models import ARM_NAME, Arm, Hypothesis, Knob, Setting, Study, Subject, Value, mistake, refuse
 from agentjet.research.scheduler import estimate_cost
-from agentjet.research.source import file_and_function
 from agentjet.research.swarm_runner import check_changes
 
 METRIC = "mean reward on the held-out tasks, at the last step"

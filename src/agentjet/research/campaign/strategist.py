@@ -26,10 +26,10 @@ from typing import Annotated, Any, Literal, Protocol
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
+from agentjet.client.agent_source import file_and_function
 from agentjet.research.diagnosis import Signals, SignRule, toml_of
 from agentjet.research.journal import JournalEntry
 from agentjet.research.models import Outcome, Record, Setting, Value, refuse
-from agentjet.research.source import file_and_function
 
 # ---- proposals -----------------------------------------------------------------------------------------------------
 

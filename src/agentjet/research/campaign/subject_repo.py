@@ -30,15 +30,24 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from agentjet.client.agent_source import hash_of
+from agentjet.client.agent_source import file_and_function, hash_of
 from agentjet.config.loader import leaves, parse_config
 from agentjet.errors import ConfigError
 from agentjet.research import arm_process
 from agentjet.research.arm_process import ArmFailed, ArmOrder
 from agentjet.research.campaign.strategist import Intervention
 from agentjet.research.journal import write_whole
-from agentjet.research.models import Address, Equal, Refused, Subject, Trial, refuse, unknown_key
-from agentjet.research.source import digest_of, file_and_function, files_below
+from agentjet.research.models import (
+    Address,
+    Equal,
+    Refused,
+    Subject,
+    Trial,
+    digest_of,
+    files_below,
+    refuse,
+    unknown_key,
+)
 from agentjet.research.swarm_runner import check_changes
 from agentjet.types import Task
 
