@@ -31,7 +31,7 @@ from agentjet.client.rollout import Agent, AgentFailing
 from agentjet.client.swarm_client import AsyncSwarm
 from agentjet.errors import AgentJetError, ConfigError
 from agentjet.research import landlock
-from agentjet.research.models import Address, Message, Record, canonical
+from agentjet.research.models import Address, Judge, Message, Record, canonical
 from agentjet.types import Task
 
 ENDING_SECONDS = 20.0
@@ -121,7 +121,7 @@ def listed(tasks: Sequence[Task]) -> list[dict[str, Any]]:
     return [{"id": task.id, "task_set": task.task_set, "payload": task.payload} for task in tasks]
 
 
-def paid_by(reward: Callable[[Task, list[Message]], float], agent: Agent, swarm: AsyncSwarm) -> Agent:
+def paid_by(reward: Judge, agent: Agent, swarm: AsyncSwarm) -> Agent:
     """The agent with another reward: of the conversation of its last call, as the server recorded it."""
 
     loop = asyncio.get_running_loop()

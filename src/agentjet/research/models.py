@@ -123,8 +123,6 @@ Judge = Callable[[Task, Sequence[Message]], float]
 Equal = Literal["episodes", "steps", "tokens", "seconds"]
 MEASURED: tuple[Equal, ...] = ("tokens", "seconds")
 """Amounts that only a run shows. A short run gives the length of an arm's full runs."""
-
-
 NOT_IMPORTED = frozenset({"__pycache__", "node_modules", "site-packages", "dist-packages"})
 FOREIGN_MARKERS = ("study.json", "notebook.sqlite", "journal.jsonl", "journal.sqlite", "pyvenv.cfg")
 """Files that mark a folder as not part of the code beside it: a study, a campaign, a data dir or an environment."""
@@ -132,7 +130,11 @@ FOREIGN_MARKERS = ("study.json", "notebook.sqlite", "journal.jsonl", "journal.sq
 
 @dataclass(frozen=True)
 class Subject(Record):
-    """A model, the agent it is trained in, and the tasks it is scored on."""
+    """A model, the agent it is trained in, and the tasks it is scored on. Arms may override parts of it.
+
+    Code and tasks are stored by name: `FILE.py:FUNCTION`, relative to the working directory, or
+    `package.module:function`. Tasks may also be a file of JSON lines.
+    """
 
     model: str
     """Base model of every run: a Hugging Face id, a local folder, or `smollm2-135m`."""
@@ -169,7 +171,7 @@ class Subject(Record):
     readable: tuple[str, ...] = ()
     """Folders that the arm's code may read, the first with the code. Empty: the code is not sandboxed."""
     equal: Equal = "episodes"
-    """Amount that is the same in full runs of all arms. `steps_as` and a campaign's `Runs` keep it."""
+    """Amount that is the same in full runs of all arms. `steps_as` and `CampaignRuns` keep it."""
     code: str = ""
     """Hash of the named code and tasks. A study whose files changed is refused."""
     files: Mapping[str, str] = field(default_factory=dict)

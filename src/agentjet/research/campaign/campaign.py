@@ -25,7 +25,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
-from math import inf
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -58,6 +57,7 @@ from agentjet.research.models import (
     Value,
     refuse,
 )
+from agentjet.research.report import StudyView
 from agentjet.research.scheduler import MAX_ATTEMPTS, TrialRunner, added_cost, conduct
 from agentjet.research.swarm_runner import ServerUnavailable
 
@@ -139,16 +139,10 @@ class Observation:
 
 class CampaignRuns:
     def __init__(
-        self,
-        notebook: Notebook,
-        runner: TrialRunner,
-        budget: Budget,
-        clock: Clock,
-        tell: Callable[[str], None],
-        equal: Equal = "episodes",
+        self, question: Question, notebook: Notebook, runner: TrialRunner, clock: Clock, tell: Callable[[str], None]
     ) -> None:
-        self.notebook, self.runner, self.budget = notebook, runner, budget
-        self.clock, self.tell, self.equal = clock, tell, equal
+        self.budget, self.equal, self.notebook = question.budget, question.equal, notebook
+        self.runner, self.clock, self.tell = runner, clock, tell
         self._first: Outcome | None = None
         """The first full run. Its tokens or seconds are those of every arm."""
         self._steps: dict[str, int] = {}
@@ -247,7 +241,7 @@ class CampaignRuns:
             return self.budget.runs - spent["runs"] - waiting
         assert self.budget.hours is not None
         each = spent["hours"] / spent["runs"] if spent["runs"] else 0.0
-        return (self.budget.hours - spent["hours"]) / each - waiting if each else float("inf")
+        return (self.budget.hours - spent["hours"]) / each - waiting if each else math.inf
 
     # ---- entries and patience ----------------------------------------------------------------------------------------
 
@@ -391,8 +385,8 @@ class Campaign:
         `limits` are sentences about what this machine cannot guarantee.
         """
         self.question, self.notebook, self.repo = question, notebook, repo
-        self.runner, self.proposers, self.limits, self._tell = runner, proposers, limits, tell
-        self.runs = CampaignRuns(notebook, runner, question.budget, clock, tell, question.equal)
+        self.proposers, self.limits = proposers, limits
+        self.runs = CampaignRuns(question, notebook, runner, clock, tell)
         self.tried: dict[str, set[str]] = {}
         """By commit, names of the interventions that were tried on it."""
         self.failures: dict[str, int] = {}
@@ -495,7 +489,7 @@ class Campaign:
 
     def _ask(self, proposer: Proposer, position: Position, tried: Set[str], most: int) -> dict[str, Any]:
         if proposer is not self.proposers[-1]:
-            self._tell(f"asking {proposer.name}, which may take minutes")
+            self.runs.tell(f"asking {proposer.name}, which may take minutes")
         tip, entries, files = position.tip, tuple(self.notebook.entries), self.repo.files(position.tip.commit)
         view = View(self.question.topic, tip.run, tip.entry, tried, entries, files, self.repo.judge_source())
         try:
@@ -521,9 +515,9 @@ class Campaign:
             seen = self.runs.observe([each.commit for each in alive], seed, f"round {number} screen", because, SHORT)
             short = {at.commit: at.run.score for at in seen if at.run.score is not None}
             level = position.base.score_at(SHORT)
-            ahead = [each for each in alive[1:] if short.get(each.commit, -inf) > level]
+            ahead = [each for each in alive[1:] if short.get(each.commit, -math.inf) > level]
             ahead.sort(key=lambda each: -short[each.commit])
-            if short.get(alive[0].commit, -inf) > level - CLEAR * self.question.sesoi:
+            if short.get(alive[0].commit, -math.inf) > level - CLEAR * self.question.sesoi:
                 ahead.insert(0, alive[0])
             else:
                 self._count_failure(alive[0])
@@ -615,7 +609,8 @@ class Campaign:
     def _conduct(self, study: Study, made: Intervention) -> dict[str, Any]:
         begun = self.runs.working_time()
         commits = {arm.name: arm.code for arm in study.arms}
-        [finding], launcher = self.runs.patiently(lambda: conduct(study, StudyLog(), self.runner, commits))
+        [finding], launcher = self.runs.patiently(lambda: conduct(study, StudyLog(), self.runs.runner, commits))
+        view = StudyView(launcher.log)
         signals = [outcome.signals for of_trial in launcher.log.outcomes.values() for outcome in of_trial]
         return {
             "name": made.name,
@@ -623,7 +618,7 @@ class Campaign:
             "verdict": finding.verdict,
             "accepted": finding.verdict == "supported",
             "meaning": meaning(made, finding),
-            "outcomes": {arm.name: scores_of(launcher, arm.name) for arm in study.arms},
+            "outcomes": {arm.name: view.scores(arm.name) for arm in study.arms},
             "spent": launcher.spending.total,
             "hours": (self.runs.working_time() - begun) / 3600,
             **{name: amount(signals, name) for name in ("episodes", "tokens")},
@@ -756,13 +751,6 @@ def seed_of(question: Question, number: int) -> int:
     """Seeds of a campaign: 0 for screens, others for studies, so that studies see fresh ones."""
     digest = hashlib.sha256(f"{question.seed} {number}".encode()).digest()
     return int.from_bytes(digest[:4], "big")
-
-
-def scores_of(launcher: Any, arm: str) -> list[float]:
-    """Scores of the confirming trials, in the order of their seeds."""
-    trials = [trial for trial in launcher.log.trials.values() if trial.arm == arm and trial.phase == "confirm"]
-    last = [launcher.log.outcomes[trial.id][-1] for trial in trials if launcher.log.outcomes.get(trial.id)]
-    return [outcome.score for outcome in last if outcome.score is not None]
 
 
 def meaning(made: Intervention, finding: Finding) -> str:

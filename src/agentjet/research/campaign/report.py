@@ -253,7 +253,7 @@ NO_RESULT |= dict.fromkeys(("estimate", "low", "high", "confidence", "p_value", 
 def claim(entry: JournalEntry, notebook: Notebook) -> dict[str, Any]:
     """A study with its hypothesis and its result; `learned` may be missing while it is conducted."""
     asked = next(notebook.entries[n - 1] for n in entry.because if notebook.entries[n - 1].kind == "hypothesis").content
-    known = notebook.known(f"learned {entry.key.removeprefix('study ')}")
+    known = next((learned for learned in notebook.of("learned") if entry.number in learned.because), None)
     learned = known.content if known else {}
     found = {**asked, **NO_RESULT, **learned, **learned.get("finding", {})}
     found.pop("finding", None)
