@@ -22,11 +22,11 @@ import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from importlib.resources import files as package_files
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, field_validator
 
 from agentjet.research.journal import StudyLog
 from agentjet.research.models import Diagnosis, Outcome, Trial, canonical
@@ -99,25 +99,36 @@ OPERATORS: Mapping[str, Callable[[float, float], bool]] = {">": operator.gt, "<"
 Facts = Mapping[str, float]
 
 
+class Condition(NamedTuple):
+    name: str
+    sense: Literal[">", "<"]
+    number: float
+
+
 class SignRule(BaseModel):
     """A row of a table of signs, which documents the fields."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     cause: str
-    when: tuple[str, ...]
+    when: tuple[Condition, ...]
     meaning: str
     seen: str = ""
     noisy: bool = False
 
+    @field_validator("when", mode="before")
+    @classmethod
+    def _parsed(cls, texts: Sequence[str]) -> list[list[str]]:
+        """Each is `NAME > NUMBER` or `NAME < NUMBER`."""
+        return [text.split() for text in texts]
+
     def holds(self, facts: Facts) -> bool:
-        """True if all conditions hold: each is `NAME > NUMBER` or `NAME < NUMBER`."""
-        conditions = [text.split() for text in self.when]
-        return all(name in facts and OPERATORS[sense](facts[name], float(number)) for name, sense, number in conditions)
+        """True if all conditions hold."""
+        return all(name in facts and OPERATORS[sense](facts[name], number) for name, sense, number in self.when)
 
     def evidence(self, facts: Facts) -> dict[str, float]:
         """The facts in its conditions."""
-        return {name: facts[name] for name in (text.split()[0] for text in self.when)}
+        return {condition.name: facts[condition.name] for condition in self.when}
 
 
 def toml_of(package: str, name: str) -> dict[str, Any]:
