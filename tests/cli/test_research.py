@@ -293,7 +293,7 @@ def test_what_is_told_is_for_people(tmp_path: Path) -> None:
         journal.notify = console(lines.append, journal)
         conduct(STUDY, journal, Formula(lost={1}))
         trial = list(journal.trials)[1]
-        journal.append("diagnosis", Diagnosis(trial, "too_hard", "all earn the same").to_json())
+        journal.entry("diagnosis", Diagnosis(trial, "too_hard", "all earn the same").to_json())
     assert re.fullmatch(r"diagnosed: trial 2, explore 'a', seed \d+: too hard: all earn the same", lines[-1])
     assert not [line for line in lines if "{" in line or "_" in line]
     assert "decided: frozen: a: gain = 0, lr = 16; b: gain = 3, lr = 16" in lines

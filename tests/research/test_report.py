@@ -207,7 +207,7 @@ def test_a_verdict_on_untested_runs_is_qualified() -> None:
     for trial in list(log.trials.values()):
         if trial.phase == "confirm" and trial.arm == "a":
             diagnosis = Diagnosis(trial.id, "too_hard", "all earn 0", meaning="nothing was tested")
-            log.append("diagnosis", diagnosis.to_json())
+            log.entry("diagnosis", diagnosis.to_json())
     assert "confirming runs of “a” are diagnosed as too hard: nothing was tested." in markdown(log)
 
 

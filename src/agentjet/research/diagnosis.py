@@ -99,19 +99,13 @@ OPERATORS: Mapping[str, Callable[[float, float], bool]] = {">": operator.gt, "<"
 Facts = Mapping[str, float]
 
 
-class Condition(NamedTuple):
-    name: str
-    sense: Literal[">", "<"]
-    number: float
-
-
 class SignRule(BaseModel):
     """A row of a table of signs, which documents the fields."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     cause: str
-    when: tuple[Condition, ...]
+    when: tuple[tuple[str, Literal[">", "<"], float], ...]
     meaning: str
     seen: str = ""
     noisy: bool = False
@@ -128,7 +122,7 @@ class SignRule(BaseModel):
 
     def evidence(self, facts: Facts) -> dict[str, float]:
         """The facts in its conditions."""
-        return {condition.name: facts[condition.name] for condition in self.when}
+        return {name: facts[name] for name, _, _ in self.when}
 
 
 def toml_of(package: str, name: str) -> dict[str, Any]:
@@ -163,7 +157,7 @@ def diagnose(log: StudyLog) -> None:
     found += [diagnosis_of(trial, outcome) or equal.get(trial.id) for trial, outcome in full]
     for diagnosis in found:
         if diagnosis is not None and diagnosis not in log.diagnoses.get(diagnosis.trial, []):
-            log.append("diagnosis", diagnosis.to_json())
+            log.entry("diagnosis", diagnosis.to_json())
 
 
 def first_of(rules: Sequence[SignRule], trial: str, facts: Facts, ignored: str = "") -> Diagnosis | None:

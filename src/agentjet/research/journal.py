@@ -14,7 +14,7 @@ import math
 import os
 import sqlite3
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,7 +129,7 @@ class StudyJournal:
         for number, kind, key, at, because, content in rows:
             self._add(JournalEntry(number, kind, key, at, tuple(json.loads(because)), json.loads(content)))
 
-    def entry(self, kind: Any, content: object, because: Sequence[int] = (), *, key: str = "") -> JournalEntry:
+    def entry(self, kind: str, content: object, because: Sequence[int] = (), *, key: str = "") -> JournalEntry:
         """Appends an entry; it is on disk when this returns. Raises `OSError` for a full disk, and appends nothing."""
         number = len(self.entries) + 1
         made = JournalEntry(number, kind, key or f"{kind} {number}", self._now(), tuple(because), stored(content))
@@ -189,8 +189,6 @@ def failure(file: Path, error: sqlite3.Error) -> Exception:
 
 # ---- studies --------------------------------------------------------------------------------------------------------
 
-StudyKind = Literal["study", "intent", "outcome", "decision", "finding", "diagnosis"]
-
 
 class StudyLog(StudyJournal):
     """The journal of a study, and the state that its entries add up to."""
@@ -209,13 +207,10 @@ class StudyLog(StudyJournal):
         """By name. A decision never changes."""
         super().__init__(file, **options)
 
-    def append(self, kind: StudyKind, body: Mapping[str, Any]) -> None:
-        self.entry(kind, body)
-
     def open_study(self, study: Study) -> None:
         """Fixes the study. Raises `ConfigError` if the log belongs to another study."""
         if self.study is None:
-            self.append("study", study.to_json())
+            self.entry("study", study.to_json())
         elif self.study.id != study.id:
             ours, other = stored(self.study.to_json()), stored(study.to_json())
             names = ", ".join(sorted(name for name in {*ours, *other} if ours.get(name) != other.get(name)))
@@ -229,7 +224,7 @@ class StudyLog(StudyJournal):
         """Records a decision once. Raises `ConfigError` if it differs from the recorded one in nine digits."""
         content = stored(content)
         if name not in self.decisions:
-            self.append(kind, {"name": name, "content": content})
+            self.entry(kind, {"name": name, "content": content})
         elif rounded(self.decisions[name]) != rounded(content):
             raise ConfigError(
                 f"decision {name!r} was {canonical(self.decisions[name])} and would now be {canonical(content)}: the "

@@ -161,14 +161,14 @@ class TrialLauncher:
             self._launch(trial, attempt)
             outcome, known_as = self.runner.collect(launch_key(trial, attempt)), self._for_runner(trial).id
             assert outcome.trial == known_as, f"the runner returned an outcome of {outcome.trial} for {known_as}"
-            self.log.append("outcome", with_dead_environment(replace(outcome, trial=trial.id)).to_json())
+            self.log.entry("outcome", with_dead_environment(replace(outcome, trial=trial.id)).to_json())
         return self.log.outcomes[trial.id][attempt - 1]
 
     def _launch(self, trial: Trial, attempt: int) -> None:
         """Launches exactly once, also after a crash in between."""
         key = launch_key(trial, attempt)
         if self.log.attempts.get(trial.id, 0) < attempt:
-            self.log.append("intent", {"key": key, "trial": trial.to_json()})
+            self.log.entry("intent", {"key": key, "trial": trial.to_json()})
         if len(self.log.outcomes.get(trial.id, [])) < attempt and not self.runner.has(key):
             self.runner.launch(key, self._for_runner(trial))
 
