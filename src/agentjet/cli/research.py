@@ -563,7 +563,7 @@ def conduct(
 
 def line_of(entry: JournalEntry) -> str:
     """An entry of a notebook in one line; empty for entries about the machinery."""
-    from agentjet.research.campaign.report import described
+    from agentjet.research.journal import described
 
     return f"{entry.number:4d} {in_a_line(': '.join(step))}" if (step := described(entry)) else ""
 
@@ -580,11 +580,10 @@ def digest(
 
 def print_standing(folder: Path, as_json: bool, day: int = 0) -> None:
     """Prints where a campaign stands, or stood at the end of a day."""
-    from agentjet.research.campaign.report import standing
     from agentjet.research.journal import Notebook
 
     with Notebook(folder, writer=False) as notebook:
-        found = standing(notebook, day)
+        found = notebook.standing(day)
     if as_json:
         typer.echo(json.dumps(found, indent=2))
         return

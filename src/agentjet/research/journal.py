@@ -14,7 +14,7 @@ import math
 import os
 import sqlite3
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ from typing import Any, Literal, Self
 
 from agentjet import database
 from agentjet.errors import ConfigError
-from agentjet.research.models import Diagnosis, Outcome, Study, Trial, canonical
+from agentjet.research.models import Diagnosis, Outcome, Study, Trial, canonical, refuse
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS entries (
@@ -317,6 +317,7 @@ class StudyFolder:
 # ---- campaigns ------------------------------------------------------------------------------------------------------
 
 NOTEBOOK = "notebook.sqlite"
+DAY = 86400.0
 
 
 class Notebook(StudyJournal):
@@ -329,3 +330,94 @@ class Notebook(StudyJournal):
         if not options.get("writer", True) and not (path / NOTEBOOK).exists():
             raise ConfigError(f"{path}: there is no campaign in this folder (no {NOTEBOOK})")
         super().__init__(path / NOTEBOOK, **options)
+
+    def spending(self, until: float = math.inf) -> dict[str, float]:
+        """Full runs and hours of work, up to a time."""
+        runs = [(entry.content["cost"], entry.content["hours"]) for entry in self.of("observed", until=until)]
+        studies = [(entry.content["spent"], entry.content["hours"]) for entry in self.of("learned", until=until)]
+        return {"runs": math.fsum(cost for cost, _ in runs + studies), "hours": math.fsum(h for _, h in runs + studies)}
+
+    def standing(self, day: int = 0) -> dict[str, Any]:
+        """Tries, findings, spending and the newest decision of a campaign: now, or at the end of a day since its start.
+
+        Raises `ConfigError` for a day that is not over.
+        """
+        started, until = self.known("started"), math.inf
+        if started is None:
+            return {"stage": "begun"}
+        if day:
+            until = started.at + day * DAY
+            over = int((time.time() - started.at) / DAY)
+            refuse(day > over, f"--day {day}: {over} days of this campaign are over; omit --day for the present")
+        steps = {e.number: ": ".join(step) for e in self.entries if e.at <= until and (step := described(e))}
+        ran = {entry.content["trial"]["arm"] for entry in self.of("observed", until=until)}
+        ended, learned = self.of("ended", until=until), [entry.content for entry in self.of("learned", until=until)]
+        present = "working" if self.has_writer() else "interrupted; agentjet research resume continues it"
+        away = [steps[entry.number] for entry in self.of("intent") if entry.number in steps]
+        spent = self.spending(until)
+        [(unit, most)] = [(unit, most) for unit, most in started.content["question"]["budget"].items() if most]
+        return {
+            "topic": started.content["question"]["topic"],
+            "stage": f"ended: {ended[0].content['reason']}" if ended else f"the end of day {day}" if day else present,
+            "tried": [
+                each.content["name"] for each in self.of("hypothesis", until=until) if each.content["commit"] in ran
+            ],
+            "found": [each["meaning"] for each in learned if each["accepted"]],
+            "ruled out": [
+                each["meaning"] for each in learned if each["verdict"] in ("refuted", "practically_equivalent")
+            ],
+            "open": [each["meaning"] for each in learned if each["verdict"] == "inconclusive"],
+            "refused": len(self.of("refused", until=until)),
+            **({"away": list(dict.fromkeys(away))} if away else {}),
+            "newest": [*steps.values()][-1],
+            "spent": f"{spent['runs']:.1f} full runs, {spent['hours']:.1f} h",
+            "left": f"{max(0.0, most - spent[unit]):.1f} {unit}",
+        }
+
+
+def described(entry: JournalEntry) -> tuple[str, str] | None:
+    """The step of an entry and its result; None for entries about the machinery."""
+    content = entry.content
+    match entry.kind:
+        case "started":
+            return "began", content["asks"]
+        case "intent" if content.get("away"):
+            return f"{proposer_of(entry)} did not answer", f"{content['away']}; the next proposer goes on"
+        case "observed":
+            return f"observed {content['trial']['arm'][:8]} ({content['why']})", outcome_of(content)
+        case "hypothesis":
+            return f"proposed by {content['origin']}: {content['name']}", content["why"] or "no reason was given"
+        case "refused":
+            return "refused a proposal", content["reason"]
+        case "screened":
+            short = [
+                f"{each['name']} {each['score']:.3g}" for each in content.get("short", ()) if each["score"] is not None
+            ]
+            gains = "; ".join(f"{each['name']} {each['gain']:+.3g}" for each in content["full"])
+            result = f"gain of one full run: {gains}" if gains else "no full run came back"
+            return "screened", f"{result} (scores after a third: {'; '.join(short)})" if short else result
+        case "study":
+            return "fixed a study, before its data", content["name"]
+        case "learned":
+            return "learned", content["meaning"]
+        case "edited":
+            return "note", content["meaning"]
+        case "followed":
+            return "followed up", content["reason"]
+        case "ended":
+            return "ended", content["reason"]
+    return None
+
+
+def proposer_of(asked: JournalEntry) -> str:
+    """Name of the proposer that was asked."""
+    # Notebooks of earlier versions have it in the key only.
+    return asked.content.get("proposer") or asked.key.partition(" asked ")[2]
+
+
+def outcome_of(observed: Mapping[str, Any]) -> str:
+    run = observed["outcome"]
+    if run["score"] is None:  # the error of a first run is the reason for the end
+        return "no score" if run["end"] == "arm_failed" and observed["why"] == "the subject" else str(run["note"])
+    causes = ", ".join(sign["cause"].replace("_", " ") for sign in observed["signs"])
+    return f"score {run['score']:.3g}; shows: {causes or 'no sign'}"
