@@ -93,3 +93,56 @@ def test_trl_renders_the_strings_of_the_table(family: str, file: str) -> None:
     entry = ENTRIES[TABLE["families"][family]["template"]]
     for case, text in entry["renders"].items():
         assert behind_user(source, case, followed=False, json_text=file == "deepseekv3") == text, case
+
+
+def tekken(version: str, folder: Path) -> Path:
+    """Writes a small tokenizer file of a version that the package does not have. Only its control tokens matter."""
+    module = importlib.import_module("mistral_common.tokens.tokenizers.tekken")
+    base = importlib.import_module("mistral_common.tokens.tokenizers.base")
+    file = Path(module.__file__).parents[2] / "data" / "tekken_240911.json"
+    source: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    source["vocab"] = source["vocab"][:2000]
+    source["config"] |= {"version": version, "num_vocab_tokens": 2000, "default_vocab_size": 3000}
+    del source["image"]
+    tokens = dict.fromkeys(token["token_str"] for token in module.Tekkenizer.DEPRECATED_SPECIAL_TOKENS)
+    tokens |= dict.fromkeys(token.value for token in base.SpecialTokens)
+    source["special_tokens"] = [
+        {"rank": rank, "token_str": token, "is_control": True} for rank, token in enumerate(tokens)
+    ]
+    (folder / "tekken.json").write_text(json.dumps(source), encoding="utf-8")
+    return folder / "tekken.json"
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("family", "version"),
+    [
+        ("Mistral Nemo", "v3"),
+        ("Mistral 7B v0.3", "v3 of SentencePiece"),
+        ("Mistral Small 3.2", "v11"),
+        ("Devstral", "v13"),
+        ("Ministral 3", "v13"),
+    ],
+)
+@pytest.mark.parametrize("case", ["one_call", "two_calls", "call_beside_text", "typed_arguments"])
+def test_mistral_common_writes_the_calls_of_the_table(family: str, version: str, case: str, tmp_path: Path) -> None:
+    mistral = pytest.importorskip("mistral_common.tokens.tokenizers.mistral", exc_type=ImportError)
+    request = importlib.import_module("mistral_common.protocol.instruct.request")
+    if case == "call_beside_text" and version.startswith("v3"):
+        pytest.skip("version 3 has either text or calls")
+    messages = copy.deepcopy(TABLE["conversations"][case])
+    for call in messages[1]["tool_calls"]:
+        call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        messages.append(
+            {"role": "tool", "tool_call_id": call["id"], "name": "weather", "content": "12 °C"}
+        )  # an answer must follow
+    messages[1]["content"] = messages[1]["content"] or None
+    data = Path(mistral.__file__).parents[2] / "data"
+    files = {
+        "v3": data / "tekken_240718.json",
+        "v3 of SentencePiece": data / "mistral_instruct_tokenizer_240323.model.v3",
+    }
+    tokenizer = mistral.MistralTokenizer.from_file(str(files.get(version) or tekken(version, tmp_path)))
+    text = tokenizer.encode_chat_completion(request.ChatCompletionRequest(messages=messages, tools=TABLE["tools"])).text
+    written = text.replace("▁", " ").split("[/INST]")[1].split("[TOOL_RESULTS]")[0].replace("</s>", "<EOS>")
+    assert ENTRIES[TABLE["families"][family]["template"]]["renders"][case] == written
