@@ -25,15 +25,15 @@ USER = TABLE["conversations"]["prompt"]
 WITH_PROMPT = ("answers", "prompt")
 
 
-def render(source: str, messages: list[dict[str, Any]], *, prompt: bool) -> str:
+def render(source: str, messages: list[dict[str, Any]], *, prompt: bool, eos: str) -> str:
     """Returns the text of a conversation with the tools of the table. Raises what the template raises."""
     return make_sandbox().from_string(source).render(
         messages=copy.deepcopy(messages), tools=copy.deepcopy(TABLE["tools"]), add_generation_prompt=prompt,
-        bos_token="<BOS>", eos_token="<EOS>",
+        bos_token="<BOS>", eos_token=eos,
     )  # fmt: skip
 
 
-def behind_user(source: str, case: str, *, followed: bool, json_text: bool = False) -> str | None:
+def behind_user(source: str, case: str, *, eos: str, followed: bool = False, json_text: bool = False) -> str | None:
     """Returns the text behind the first user's turn, or None where the template refuses the conversation.
 
     `followed`: the template omits the calls of a last turn, so an answer follows, and is cut off.
@@ -48,12 +48,12 @@ def behind_user(source: str, case: str, *, followed: bool, json_text: bool = Fal
     for call in (call for message in messages for call in message.get("tool_calls", ()) if json_text):
         call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
     try:
-        text = render(source, messages, prompt=case in WITH_PROMPT)
+        text = render(source, messages, prompt=case in WITH_PROMPT, eos=eos)
     except TemplateError:
         return None
     # A template may write something else behind the first user once others follow: the text starts with that token.
     same = itertools.takewhile(
-        lambda pair: pair[0] == pair[1], zip(text, render(source, USER, prompt=False), strict=False)
+        lambda pair: pair[0] == pair[1], zip(text, render(source, USER, prompt=False, eos=eos), strict=False)
     )
     shared = "".join(char for char, _ in same).rstrip("<")
     return text[len(shared) :].split("<SPECIAL_11>User" if cut else "\0")[0]
@@ -64,8 +64,8 @@ def test_ours_render_the_strings_of_the_table(name: str) -> None:
     entry = ENTRIES[name]
     source = tiny.template(name)
     for case, text in entry["renders"].items():
-        assert behind_user(source, case, followed=name == "nemotron_nano2") == text, case
-    assert entry["declaration"] in render(source, USER, prompt=False)
+        assert behind_user(source, case, eos=entry["eos"], followed=name == "nemotron_nano2") == text, case
+    assert entry["declaration"] in render(source, USER, prompt=False, eos=entry["eos"])
     if entry["broken_call"]:
         assert entry["broken_call"] != entry["renders"]["two_calls"]
 
@@ -92,7 +92,7 @@ def test_trl_renders_the_strings_of_the_table(family: str, file: str) -> None:
     source = (Path(spec.origin).parent / "chat_templates" / f"{file}.jinja").read_text(encoding="utf-8")
     entry = ENTRIES[TABLE["families"][family]["template"]]
     for case, text in entry["renders"].items():
-        assert behind_user(source, case, followed=False, json_text=file == "deepseekv3") == text, case
+        assert behind_user(source, case, eos=entry["eos"], json_text=file == "deepseekv3") == text, case
 
 
 def tekken(version: str, folder: Path) -> Path:
@@ -144,5 +144,5 @@ def test_mistral_common_writes_the_calls_of_the_table(family: str, version: str,
     }
     tokenizer = mistral.MistralTokenizer.from_file(str(files.get(version) or tekken(version, tmp_path)))
     text = tokenizer.encode_chat_completion(request.ChatCompletionRequest(messages=messages, tools=TABLE["tools"])).text
-    written = text.replace("▁", " ").split("[/INST]")[1].split("[TOOL_RESULTS]")[0].replace("</s>", "<EOS>")
+    written = text.replace("▁", " ").split("[/INST]")[1].split("[TOOL_RESULTS]")[0]
     assert ENTRIES[TABLE["families"][family]["template"]]["renders"][case] == written
