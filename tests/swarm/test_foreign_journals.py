@@ -16,7 +16,7 @@ from agentjet.cli.main import main
 from agentjet.errors import ConfigError
 from agentjet.research.journal import StudyJournal as Notebook
 from agentjet.swarm import Journal
-from agentjet.swarm.schema import SCHEMA
+from agentjet.swarm.journal_file import SCHEMA
 from tests.cli.test_commands import run
 
 ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT i, i, i, i, i FROM n"

@@ -19,7 +19,7 @@ from agentjet.protocol import BeginRequest, EpisodeQuery, FinishRequest
 from agentjet.swarm import Journal, SwarmState
 from agentjet.swarm.episodes import Queries
 from agentjet.swarm.facts import load_trees
-from agentjet.swarm.schema import migration
+from agentjet.swarm.journal_file import migration
 from agentjet.types import SOLE_POLICY
 from tests.locks.data_dirs import EARLIER
 from tests.locks.data_dirs import unpack as locked_data_dir
