@@ -26,7 +26,7 @@ from agentjet.config import JobConfig
 from agentjet.protocol import EvaluationView
 from agentjet.server.health import RULES, STATED, TEXT, RunFacts, SilentEpisode
 from agentjet.server.learning import learning
-from agentjet.swarm.store import RECENT_STEPS
+from agentjet.swarm.state import RECENT_STEPS
 from bench.machine import CASES, grid
 
 RESULT = Path(__file__).with_name("alarms.json")

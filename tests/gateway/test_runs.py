@@ -47,7 +47,7 @@ from agentjet.server.gateway import Gateway
 from agentjet.server.runs import Runs
 from agentjet.swarm import Journal
 from agentjet.swarm.journal_file import JournalFile
-from agentjet.swarm.store import Store
+from agentjet.swarm.state import Store
 from agentjet.types import JOURNAL, Conversation, Message, PolicyId
 from tests.fakes import RUN, Running, job_body, running
 

@@ -100,7 +100,7 @@ def test_old_keys_are_forgotten_with_the_tokens(world: World) -> None:
 
 
 def test_a_server_that_only_evaluates_keeps_what_the_rule_says(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentjet.swarm.store.PRUNE_EVERY", 5)
+    monkeypatch.setattr("agentjet.swarm.state.PRUNE_EVERY", 5)
     monkeypatch.setattr("agentjet.swarm.journal.EPISODES_KEPT", 4)
     monkeypatch.setattr("agentjet.swarm.journal.EVENTS_KEPT", 3)
     episodes = []

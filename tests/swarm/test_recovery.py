@@ -20,7 +20,7 @@ from agentjet.compute.protocol import body_digest
 from agentjet.errors import CheckpointError, Conflict, Later
 from agentjet.protocol import EpisodeQuery
 from agentjet.swarm import EpisodeRecord, Journal
-from agentjet.swarm.store import Store
+from agentjet.swarm.state import Store
 from agentjet.types import Call, CheckpointStamp
 from tests.swarm.world import World
 
@@ -75,7 +75,7 @@ def test_a_reopened_journal_is_the_state_that_was_in_memory(
     job: dict[str, Any], history: list[tuple[Any, ...]]
 ) -> None:
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patched:
-        patched.setattr("agentjet.swarm.store.PRUNE_EVERY", 5)
+        patched.setattr("agentjet.swarm.state.PRUNE_EVERY", 5)
         run = History(World(Path(folder), **job))
         try:
             for name, *arguments in history:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from agentjet.swarm import EpisodeRecord, store
+from agentjet.swarm import EpisodeRecord, state
 from tests.swarm.world import World
 
 
@@ -53,7 +53,7 @@ def test_of_a_batch_the_best_the_worst_and_the_median_group(world: World) -> Non
 
 
 def test_the_newest_of_each_reason_and_of_each_task(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "KEPT_PER_REASON", 2)
+    monkeypatch.setattr(state, "KEPT_PER_REASON", 2)
     timeouts = [failed(world, f"Timeout: after {i} s") for i in range(4)]
     other = failed(world, "x" * 300)
     evaluated = [world.play("e", 1.0, mode="eval", task_id="q1", task_set="math")[0].id for _ in range(3)]

@@ -236,7 +236,7 @@ def branch(source: Path, version: str, data_dir: Path, run: str = DEFAULT_RUN) -
     from agentjet.server.checkpoints import CheckpointStore
     from agentjet.server.run_policies import FIRST_WEIGHTS
     from agentjet.swarm import Journal
-    from agentjet.swarm.store import Store
+    from agentjet.swarm.state import Store
 
     folder = run_folder(source, run)
     for parent in data_dir.resolve().parents:

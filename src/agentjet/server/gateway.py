@@ -50,7 +50,7 @@ from agentjet.server.ticks import EventPages, SharedAnswers, Ticks
 from agentjet.server.training import Engine, TrainingLoop
 from agentjet.swarm import EpisodeRecord, Journal, SwarmState
 from agentjet.swarm.groups import AnsweredRollout, RolloutNeeded
-from agentjet.swarm.store import Host
+from agentjet.swarm.state import Host
 from agentjet.types import DEFAULT_RUN, JOURNAL
 
 log = logging.getLogger(__name__)

@@ -25,8 +25,7 @@ from agentjet.swarm.groups import STALE, SURPLUS, GroupRules
 from agentjet.swarm.journal import Journal, RecordedCall, encode_call
 from agentjet.swarm.origin import of_policy
 from agentjet.swarm.places import RETRY_SECONDS
-from agentjet.swarm.state import Batch, EpisodeRecord, Group, State, new_episode_id
-from agentjet.swarm.store import RECENT_STEPS, Store
+from agentjet.swarm.state import RECENT_STEPS, Batch, EpisodeRecord, Group, State, Store, new_episode_id
 from agentjet.timeline.batch import TrainingBatch
 from agentjet.types import CheckpointStamp, OperationKind
 

@@ -41,8 +41,7 @@ from agentjet.swarm.groups import HAS_STEPS, REPLACED, STALLED, AnsweredRollout,
 from agentjet.swarm.journal import Journal, encode_call
 from agentjet.swarm.origin import BRANCHED_FROM, of_worker, policies_of
 from agentjet.swarm.places import RETRY_SECONDS, Mixture, Places
-from agentjet.swarm.state import EpisodeRecord, Group, JobSettings, new_episode_id
-from agentjet.swarm.store import Host, Leases, Store
+from agentjet.swarm.state import EpisodeRecord, Group, Host, JobSettings, Leases, Store, new_episode_id
 from agentjet.timeline.tree import ConversationTree
 from agentjet.types import MAX_NAME, Call, ModelInfo, metrics_prefix, wrong_reward_name
 

@@ -23,8 +23,7 @@ from agentjet.recipes.recipe import FinishedGroup, Recipe
 from agentjet.recipes.rollout import Rollout, TaskStats
 from agentjet.swarm.facts import is_uniform
 from agentjet.swarm.places import RETRY_SECONDS, Mixture, Places
-from agentjet.swarm.state import EpisodeRecord, Group, not_needed
-from agentjet.swarm.store import Leases, Store
+from agentjet.swarm.state import EpisodeRecord, Group, Leases, Store, not_needed
 from agentjet.types import EpisodeStatus
 
 MAX_STEPS_RETRY_SECONDS = 60.0

@@ -11,8 +11,7 @@ from statistics import fmean
 from agentjet.config import JobConfig
 from agentjet.errors import Conflict, Later
 from agentjet.protocol import BeginRequest, PlacesStatus, TaskSetStatus
-from agentjet.swarm.state import EpisodeRecord, Group
-from agentjet.swarm.store import MAX_CLIENTS_SHOWN, Leases, Store
+from agentjet.swarm.state import MAX_CLIENTS_SHOWN, EpisodeRecord, Group, Leases, Store
 
 RETRY_SECONDS = 1.0
 OTHERS = "*"
