@@ -23,7 +23,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
 from weakref import WeakKeyDictionary
 
@@ -37,20 +37,57 @@ from transformers import AttentionInterface
 
 from agentjet.compute.embedded.cache import BLOCK, CacheRow, KeyValueCache
 from agentjet.compute.embedded.policy import Policy, first_line
+from agentjet.compute.embedded.recurrence import Recurrence, States, computing
 from agentjet.timeline.forest import Forest
 
 log = logging.getLogger(__name__)
 
 ATTENTION = "agentjet_plan"
-UNSUPPORTED_ARGUMENTS = ("softcap", "s_aux", "sinks", "position_bias")
+UNSUPPORTED_ARGUMENTS = ("sinks", "position_bias")
 """Arguments of attention variants that a plan does not compute."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionKind:
+    """A layer's attention besides causal: functions of two depths on one path, and of a score. 0 means none."""
+
+    window: int = 0
+    """A token sees itself and the `window - 1` tokens before it."""
+    chunk: int = 0
+    """A token sees the tokens of its chunk of the path only."""
+    cap: float = 0.0
+    """A score `s` becomes `cap * tanh(s / cap)`."""
+
+    def lowest(self, depth: int) -> int:
+        """Returns the lowest depth that a token of this depth sees."""
+        low = depth - self.window + 1 if self.window else 0
+        return max(low, depth // self.chunk * self.chunk if self.chunk else 0)
+
+    def within(self, depth: int) -> AttentionKind:
+        """Returns the kind without limits that no token up to `depth` reaches."""
+        return replace(self, window=self.window * (self.window <= depth), chunk=self.chunk * (self.chunk <= depth))
+
+
+PLAIN = AttentionKind()
 
 
 class AttentionPlan(Protocol):
     """Computes the attention of one forward pass over a flat row of tokens."""
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """Returns [N, H, D] for `query` [N, H, D], `key` and `value` [N, K, D] of the pass's own tokens."""
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        kind: AttentionKind = PLAIN,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Returns [N, H, E] for `query` [N, H, D], `key` [N, K, D] and `value` [N, K, E] of the pass's own tokens.
+
+        `sinks` [H] are scores of one more key of each head, whose value is 0.
+        """
         ...
 
 
@@ -62,21 +99,30 @@ def _attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     plan: AttentionPlan | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
-    """`transformers`' attention signature: [1, heads, N, D] in, [1, N, heads, D] out.
+    """`transformers`' attention signature: [1, heads, N, D] in, [1, N, heads, E] out.
 
     Raises `NotImplementedError` for what a plan does not compute; the model then keeps its own attention.
     """
     if unsupported := [name for name in UNSUPPORTED_ARGUMENTS if unused.get(name) is not None]:
         raise NotImplementedError(f"attention with {', '.join(unsupported)}")
-    if query.shape[-1] != value.shape[-1]:
-        raise NotImplementedError("attention with values of another width")
     assert plan is not None, "this model runs under an attention plan only"
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     layer: int = module.layer_idx  # type: ignore[assignment]
-    out = plan.attend(layer, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), scale)
-    return out.unsqueeze(0), None
+    kind = AttentionKind(sliding_window or 0, _chunk(module), softcap or 0.0)
+    heads = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
+    return plan.attend(layer, *heads, scale, kind, s_aux).unsqueeze(0), None
+
+
+def _chunk(module: nn.Module) -> int:
+    """Returns the chunk of a layer, which `transformers` puts into masks and not into arguments."""
+    config, layer = cast(Any, module).config, cast(Any, module).layer_idx
+    kinds = getattr(config, "layer_types", None)
+    return int(config.attention_chunk_size) if kinds and kinds[layer] == "chunked_attention" else 0
 
 
 AttentionInterface.register(ATTENTION, _attention)
@@ -84,7 +130,8 @@ AttentionInterface.register(ATTENTION, _attention)
 
 def flat_forward(decoder: nn.Module, tokens: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
     """Returns hidden states [N, hidden] of a flat row of tokens [N] at the given positions [N]."""
-    out = decoder(input_ids=tokens[None], position_ids=positions[None], use_cache=False, plan=plan)
+    with computing(getattr(plan, "recurrence", None)):
+        out = decoder(input_ids=tokens[None], position_ids=positions[None], use_cache=False, plan=plan)
     hidden: Tensor = out.last_hidden_state
     return hidden[0]
 
@@ -105,6 +152,36 @@ def attend_part(
     """
     out, lse = _flash(query, key, value, 0.0, causal, attn_mask=mask, scale=scale)
     return out, lse
+
+
+def attend_capped(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, cap: float, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Returns `attend_part` with capped scores. The fused kernels have no cap."""
+    scores = cap * torch.tanh(query @ key.mT * (scale / cap))
+    scores = (scores if mask is None else scores + mask).to(torch.promote_types(query.dtype, torch.float32))
+    lse = scores.logsumexp(-1)
+    return (scores - lse[..., None]).exp_().to(value.dtype) @ value, lse
+
+
+def attend_capped_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    cap: float,
+    mask: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the gradients of `attend_part_backward` with capped scores."""
+    grad_out, query, key, value, out = (x.to(lse.dtype) for x in (grad_out, query, key, value, out))
+    bent = torch.tanh(query @ key.mT * (scale / cap))
+    scores = cap * bent if mask is None else cap * bent + mask
+    share = (scores - lse[..., None]).exp_()
+    grad = share * (grad_out @ value.mT - (grad_out * out).sum(-1, keepdim=True)) * (1 - bent * bent) * scale
+    return grad @ key, grad.mT @ query, share.mT @ grad_out
 
 
 def attend_part_backward(
@@ -228,6 +305,31 @@ def _parts(forest: Forest, num_past: int) -> list[_Part]:
     return [*parts, _Part(slice(None), slice(num_past))] if num_past else parts
 
 
+def _tiles(forest: Forest, num_past: int, kind: AttentionKind) -> list[_Part]:
+    """Returns parts for another kind of attention: one for each tile of queries, with all keys that these see.
+
+    The `num_past` nodes are the path above the forest's roots. Depths count from the root of the whole tree.
+    """
+    blocks, _ = cut(forest)
+    depth = np.concatenate([np.arange(num_past), forest.depth])
+    parts = []
+    for block in blocks:
+        size = block.stop - block.start if block.branched else BLOCK_TOKENS
+        for start in range(block.start, block.stop, size):
+            stop = min(start + size, block.stop)
+            path = np.concatenate([np.arange(num_past), num_past + np.flatnonzero(forest.end[:start] > start)])
+            path = path[kind.lowest(int(forest.depth[start])) :]
+            keys = np.concatenate([path, np.arange(num_past + start, num_past + stop)])
+            nodes = np.arange(start, stop)
+            lowest = np.array([kind.lowest(int(d)) for d in forest.depth[start:stop]])
+            hidden = depth[keys][None, :] < lowest[:, None]
+            hidden[:, len(path) :] |= nodes[None, :] > nodes[:, None]
+            hidden[:, len(path) :] |= nodes[:, None] >= forest.end[start:stop][None, :]
+            mask = torch.zeros(hidden.shape).masked_fill_(torch.from_numpy(hidden), -torch.inf)
+            parts.append(_Part(slice(start, stop), torch.from_numpy(keys), mask))
+    return parts
+
+
 def _keys(runs: tuple[Interval, ...], num_past: int) -> slice | Tensor:
     """Returns the indices of the runs' nodes: for a single run a slice, which needs no copy."""
     if len(runs) == 1:
@@ -249,19 +351,44 @@ class ForestPlan:
     The backward pass uses the same parts with the merged output and log-sum-exp. That is exact (as in ring attention).
     """
 
-    def __init__(self, forest: Forest, past: KeyValues | None = None) -> None:
-        """`past` are nodes that were computed before. Every node of the forest sees them; gradients flow to them."""
+    def __init__(self, forest: Forest, past: KeyValues | None = None, states: States | None = None) -> None:
+        """`past` are nodes that were computed before. Every node of the forest sees them; gradients flow to them.
+
+        `states` are what recurrent layers carry below those nodes.
+        """
         self._past = past or {}
-        self._parts = _parts(forest, len(next(iter(self._past.values()))[0]) if self._past else 0)
+        self.recurrence = Recurrence(forest, states)
+        self._forest = forest
+        self._deepest = int(forest.depth.max(initial=0))
+        self._num_past = len(next(iter(self._past.values()))[0]) if self._past else 0
+        self._parts: dict[AttentionKind, list[_Part]] = {}
         self._computed: KeyValues | None = {}
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        kind: AttentionKind = PLAIN,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         if self._computed is not None:
             self._computed[layer] = key, value
         if layer in self._past:
             key, value = (torch.cat(pair) for pair in zip(self._past[layer], (key, value), strict=True))
-        out: Tensor = _ForestAttention.apply(query, key, value, scale, self._parts)  # type: ignore[no-untyped-call]
-        return out
+        kind, width = kind.within(self._deepest), value.shape[-1]
+        if kind not in self._parts:
+            tiles = () if kind == PLAIN else (kind,)
+            self._parts[kind] = (_tiles if tiles else _parts)(self._forest, self._num_past, *tiles)
+        # The fused kernels take one width. Zeros change neither a score nor the other columns of a value.
+        wide = max(width, query.shape[-1])
+        query, key, value = (
+            x if x.shape[-1] == wide else F.pad(x, (0, wide - x.shape[-1])) for x in (query, key, value)
+        )
+        out: Tensor = _ForestAttention.apply(query, key, value, sinks, scale, kind.cap, self._parts[kind])  # type: ignore[no-untyped-call]
+        return out[..., :width]
 
     def take_computed(self) -> KeyValues:
         """Returns keys and values of the forest's own nodes, and records no more: a layer may be computed again."""
@@ -273,38 +400,63 @@ class _ForestAttention(torch.autograd.Function):
     """Maps queries [N, H, D] and keys and values [P + N, K, D] to [N, H, D], part by part."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, parts: list[_Part]) -> Tensor:
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        scale: float,
+        cap: float,
+        parts: list[_Part],
+    ) -> Tensor:
         q, k, v = _heads_first(query, _expand(key, query), _expand(value, query))
         accurate = torch.promote_types(query.dtype, torch.float32)
         out = query.new_zeros((*query.shape[:2], value.shape[2]), dtype=accurate)
         (merged,) = _heads_first(out)
-        lse = query.new_full(query.shape[:2], -torch.inf, dtype=accurate).T[None]
+        lse = query.new_full(query.shape[:2], -torch.inf, dtype=accurate)
+        if sinks is not None:
+            lse[:] = sinks
+        lse = lse.T[None]
         for part in parts:
             own, mask = part.queries, None if part.mask is None else part.mask.to(query.dtype)
-            found = attend_part(q[:, :, own], k[:, :, part.keys], v[:, :, part.keys], scale, mask, causal=part.causal)
+            seen = q[:, :, own], k[:, :, part.keys], v[:, :, part.keys]
+            if cap:
+                found = attend_capped(*seen, scale, cap, mask)
+            else:
+                found = attend_part(*seen, scale, mask, causal=part.causal)
             _merge(merged[:, :, own], lse[:, :, own], *found)
         out = out.to(query.dtype)
-        ctx.save_for_backward(query, key, value, out, lse)
-        ctx.scale, ctx.parts = scale, parts
+        ctx.save_for_backward(query, key, value, sinks, out, lse)
+        ctx.scale, ctx.cap, ctx.parts = scale, cap, parts
         return out
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, lse = ctx.saved_tensors
+        query, key, value, sinks, out, lse = ctx.saved_tensors
         keys, values = _expand(key, query), _expand(value, query)
         gradients = [torch.zeros_like(x, dtype=lse.dtype) for x in (query, keys, values)]
         grad, q, k, v, merged = _heads_first(grad_outputs[0], query, keys, values, out)
         for part in ctx.parts:
             own, seen = part.queries, part.keys
-            found = attend_part_backward(
-                *(grad[:, :, own], q[:, :, own], k[:, :, seen], v[:, :, seen], merged[:, :, own], lse[:, :, own]),
-                *(ctx.scale, part.mask),
-                causal=part.causal,
-            )
+            given = grad[:, :, own], q[:, :, own], k[:, :, seen], v[:, :, seen], merged[:, :, own], lse[:, :, own]
+            if ctx.cap:
+                mask = None if part.mask is None else part.mask.to(lse.dtype)
+                found = attend_capped_backward(*given, ctx.scale, ctx.cap, mask)
+            else:
+                found = attend_part_backward(*given, ctx.scale, part.mask, causal=part.causal)
             for total, where, gradient in zip(_heads_first(*gradients), (own, seen, seen), found, strict=True):
-                total[:, :, where] += gradient
+                if isinstance(where, slice):
+                    total[:, :, where] += gradient
+                else:
+                    total.index_add_(2, where, gradient.to(total.dtype))
         grad_q, grad_k, grad_v = gradients
-        return grad_q.to(query.dtype), _contract(grad_k, key), _contract(grad_v, value), None, None
+        of_sinks = None
+        if sinks is not None:  # A sink's share of the softmax, times the gradient of its score; its value is 0.
+            delta = (grad_outputs[0] * out).sum(-1).to(lse.dtype)
+            of_sinks = -((sinks - lse[0].T).exp() * delta).sum(0).to(sinks.dtype)
+        whole = grad_q.to(query.dtype), _contract(grad_k, key), _contract(grad_v, value), of_sinks
+        return (*whole, None, None, None)
 
 
 def _heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -344,47 +496,101 @@ class FlexPlan:
     """
 
     def __init__(self, forest: Forest, device: torch.device) -> None:
+        self.recurrence = Recurrence(forest)
         self._num_nodes = forest.num_nodes
         self._padding = -forest.num_nodes % TILE
         # A padded node ends right after itself: it attends to itself only, and no other node attends to it.
         padding = np.arange(forest.num_nodes, forest.num_nodes + self._padding, dtype=np.int32) + 1
-        self._tiles = tile_mask(np.concatenate([forest.end, padding]), device)
+        self._end = np.concatenate([forest.end, padding])
+        self._depth = np.concatenate([forest.depth, np.zeros_like(padding)])
+        self._deepest = int(forest.depth.max(initial=0))
+        self._device = device
+        self._tiles: dict[AttentionKind, BlockMask] = {}
         self._flex: Callable[..., Any] = compiled_flex() if device.type == "cuda" else cast(Any, flex_attention)
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        kind: AttentionKind = PLAIN,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        kind = replace(kind.within(self._deepest), cap=kind.cap)
+        limits = replace(kind, cap=0.0)
+        if limits not in self._tiles:
+            self._tiles[limits] = tile_mask(self._end, self._device, self._depth, limits)
         inputs = (F.pad(x, (0, 0, 0, 0, 0, self._padding)) for x in (query, key, value))
         grouped = query.shape[1] != key.shape[1]
-        out = self._flex(*_heads_first(*inputs), block_mask=self._tiles, scale=scale, enable_gqa=grouped)
+        bend = soft_cap(kind.cap) if kind.cap else None
+        out = self._flex(
+            *_heads_first(*inputs),
+            score_mod=bend,
+            block_mask=self._tiles[limits],
+            scale=scale,
+            enable_gqa=grouped,
+            return_lse=sinks is not None,
+        )
+        if sinks is not None:
+            out = out[0] * torch.sigmoid(out[1] - sinks[:, None])[..., None].to(query.dtype)
         return cast(Tensor, out[0].transpose(0, 1)[: self._num_nodes])
 
 
-def forest_plan(forest: Forest, device: torch.device, past: KeyValues | None = None) -> AttentionPlan:
-    """Returns the attention plan of a forest for a device. On CUDA nothing is computed before."""
-    return FlexPlan(forest, device) if device.type == "cuda" else ForestPlan(forest, past)
+@functools.cache
+def soft_cap(cap: float) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """Returns the score function of `flex_attention` for capped scores."""
+
+    def bend(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return cap * torch.tanh(score / cap)
+
+    return bend
 
 
-def interval_mask(end: Tensor) -> MaskMod:
-    """Returns the mask function of a forest for `flex_attention`: a node sees itself and its ancestors."""
+def forest_plan(
+    forest: Forest, device: torch.device, past: KeyValues | None = None, states: States | None = None
+) -> FlexPlan | ForestPlan:
+    """Returns the plan of a forest for a device. On CUDA nothing is computed before."""
+    return FlexPlan(forest, device) if device.type == "cuda" else ForestPlan(forest, past, states)
+
+
+def forest_mask(end: Tensor, depth: Tensor, limits: AttentionKind) -> MaskMod:
+    """Returns the mask function of a forest for `flex_attention`: a node sees itself and its ancestors, within limits."""
+    window, chunk = limits.window, limits.chunk
 
     def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (key <= query) & (query < end[key])
+        seen = (key <= query) & (query < end[key])
+        if window:
+            seen = seen & (depth[query] - depth[key] < window)
+        if chunk:
+            seen = seen & (depth[query] // chunk == depth[key] // chunk)
+        return seen
 
     return sees
 
 
-def tile_mask(end: NDArray[np.int32], device: torch.device) -> BlockMask:
+def tile_mask(
+    end: NDArray[np.int32], device: torch.device, depth: NDArray[np.int32] | None = None, limits: AttentionKind = PLAIN
+) -> BlockMask:
     """Returns the tile table of a forest with a multiple of `TILE` nodes."""
     tiles = end.reshape(-1, TILE)
     number = np.arange(len(tiles))
     start, before = number * TILE, number[None, :] < number[:, None]  # [query tile, key tile]
     touched = before & (tiles.max(1)[None, :] > start[:, None])
     full = before & (tiles.min(1)[None, :] >= start[:, None] + TILE)
+    depths = np.zeros_like(tiles) if depth is None else depth.reshape(-1, TILE)
+    lowest, highest = depths.min(1), depths.max(1)
+    if limits.window:
+        touched &= lowest[:, None] - highest[None, :] < limits.window
+        full &= highest[:, None] - lowest[None, :] < limits.window
+    if limits.chunk:
+        touched &= highest[None, :] // limits.chunk >= lowest[:, None] // limits.chunk
+        full &= lowest[None, :] // limits.chunk == highest[:, None] // limits.chunk
     mixed = (touched & ~full) | np.eye(len(tiles), dtype=bool)
+    on_device = torch.from_numpy(end).to(device), torch.from_numpy(depths.reshape(-1)).to(device)
     return BlockMask.from_kv_blocks(
-        *_table(mixed, device),
-        *_table(full, device),
-        BLOCK_SIZE=TILE,
-        mask_mod=interval_mask(torch.from_numpy(end).to(device)),
+        *_table(mixed, device), *_table(full, device), BLOCK_SIZE=TILE, mask_mod=forest_mask(*on_device, limits)
     )
 
 

@@ -259,7 +259,8 @@ class ModelSampler:
         tokens = row.tokens[0 if row.state is None else row.filled : row.filled + count]
         ids = torch.as_tensor(tokens, dtype=torch.long, device=self.policy.device)[None]
         self.num_computed += len(tokens)
-        hidden, row.state = _continued(row.owner, self._state_name, ids, row.state)
+        with row.owner.attention(row.owner.own_attention):
+            hidden, row.state = _continued(row.owner, self._state_name, ids, row.state)
         return hidden[0, -count:]
 
     def _sample(self, hidden: Tensor, rows: list[CacheRow]) -> list[NewToken]:
