@@ -27,11 +27,10 @@ from typing import Any
 import agentjet.research
 from agentjet.cli import example, load_example
 from agentjet.cli.research import local_slots
-from agentjet.research.campaign.campaign import Campaign, Question
-from agentjet.research.campaign.models import Budget
-from agentjet.research.campaign.notebook import Notebook
+from agentjet.research.campaign.campaign import Budget, Campaign, Question
 from agentjet.research.campaign.strategist import Strategist, table
 from agentjet.research.campaign.subject_repo import SubjectRepo
+from agentjet.research.journal import Notebook
 from agentjet.research.models import Trial
 from agentjet.research.swarm_runner import SwarmRunner
 from bench.machine import bounded, report, tests_pass

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from agentjet.compute.cluster.fleet import TURNS
+from agentjet.compute.fleet import TURNS
 from bench.machine import CASES, grid, percentile, report
 
 LEARNED = 1000

@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from agentjet.compute.cluster.memory import model_size, rank_need, replica_need, sampling_rate
+from agentjet.compute.memory import model_size, rank_need, replica_need, sampling_rate
 from agentjet.config import SamplerConfig
 from bench import ours
 from bench.machine import copy_bandwidth

@@ -22,15 +22,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from agentjet.compute.embedded.attention import flat_forward
-from agentjet.compute.embedded.learner import PolicyLearner
-from agentjet.compute.embedded.model import load_policy
-from agentjet.compute.embedded.passes import Pass
-from agentjet.compute.embedded.policy import Policy
+from agentjet.compute.attention import flat_forward
+from agentjet.compute.learner import PolicyLearner
+from agentjet.compute.model import load_policy
+from agentjet.compute.passes import Pass
+from agentjet.compute.policy import Policy
 from agentjet.config import JobConfig, ModelConfig
 from agentjet.timeline import Forest, Row, build_forest, call_row
 from agentjet.timeline.forest import IntArray, select
 from bench.machine import forget_peak, memory_mb
+from tests.compute.direct import learn_directly
 
 # ---- the batches -----------------------------------------------------------------------------------------------------
 
@@ -284,12 +285,12 @@ def measure(mode: str, rows: Sequence[Row], folder: Path, run: Run) -> Measured:
     policy = load_policy(ModelConfig.model_validate({"name": str(folder), "dtype": run.dtype, "threads": run.threads}))
     learner = make_learner(policy, mode)
     job = JobConfig(micro_batch_tokens=run.budget)
-    learner.learn(lay_out(mode, _warm_up(rows)), job, 0)
+    learn_directly(learner, lay_out(mode, _warm_up(rows)), job, 0)
     before = _forget_peak()
     seconds, tokens = [], 0
     for version in range(1, run.steps + 1):
         began = time.perf_counter()
-        metrics = learner.learn(lay_out(mode, rows), job, version)
+        metrics = learn_directly(learner, lay_out(mode, rows), job, version)
         seconds.append(time.perf_counter() - began)
         tokens = round(metrics["forest/tokens_computed"])
         if sum(seconds) > ENOUGH_SECONDS:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from agentjet.compute.embedded.policy import BUNDLED, locate_model
+from agentjet.compute.policy import BUNDLED, locate_model
 
 LAYERS = 4
 FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from agentjet.compute.embedded.learner import PolicyLearner
-from agentjet.compute.embedded.model import load_policy
-from agentjet.compute.embedded.sampler import ModelSampler, NewToken
+from agentjet.compute.learner import PolicyLearner
+from agentjet.compute.model import load_policy
 from agentjet.compute.rank import HEAP, make_deterministic
+from agentjet.compute.sampler import ModelSampler, NewToken
 from agentjet.config import JobConfig, ModelConfig, SamplerConfig
 from agentjet.config.schema import OptimizerConfig
 from agentjet.recipes.baselines import Grpo
@@ -25,6 +25,7 @@ from agentjet.rendering import Renderer
 from agentjet.timeline.forest import Forest, build_forest, call_row
 from agentjet.types import Conversation, Message, SamplingParams
 from bench.workload import StepTime, Workload, report, reward, synchronise
+from tests.compute.direct import learn_directly
 
 
 def run(workload: Workload, dtype: str) -> dict[str, Any]:
@@ -55,7 +56,7 @@ def run(workload: Workload, dtype: str) -> dict[str, Any]:
         synchronise()
         scored = time.perf_counter()
         forest = _forest(prompts, completions, rewards, workload.repeats, step)
-        learner.learn(forest, job, step)
+        learn_directly(learner, forest, job, step)
         learner.weights_changed()
         sampler.invalidate()
         HEAP.settle()

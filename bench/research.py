@@ -26,8 +26,7 @@ from rich.console import Console
 from scipy import integrate, special, stats
 
 from agentjet.research.journal import StudyLog
-from agentjet.research.models import Arm, Hypothesis, Knob, Outcome, Study, Trial, Verdict
-from agentjet.research.records import Setting, canonical
+from agentjet.research.models import Arm, Hypothesis, Knob, Outcome, Setting, Study, Trial, Verdict, canonical
 from agentjet.research.scheduler import conduct
 from agentjet.research.statistics import nominal_level, read
 from bench.machine import CASES, grid, report, tests_pass

@@ -20,7 +20,7 @@ import torch
 from bench.machine import environment, grid, last_json, report, run_contender
 
 if TYPE_CHECKING:
-    from agentjet.compute.embedded.sampler import ModelSampler
+    from agentjet.compute.sampler import ModelSampler
 
 SHORT, LONG = 40, 2000
 WORKLOADS = {"8": [SHORT] * 8, "32": [SHORT] * 32, "64": [SHORT] * 64, "mixed": [LONG, SHORT] * 32}
@@ -35,9 +35,9 @@ def prompts(lengths: list[int]) -> list[list[int]]:
 
 def our_sampler(model: str, threads: int, *, max_concurrent: int, cache_tokens: int) -> ModelSampler:
     """The served sampler. Its policy never ends by itself."""
-    from agentjet.compute.embedded.model import load_policy
-    from agentjet.compute.embedded.sampler import ModelSampler
+    from agentjet.compute.model import load_policy
     from agentjet.compute.rank import make_deterministic
+    from agentjet.compute.sampler import ModelSampler
     from agentjet.config import ModelConfig
 
     make_deterministic()
@@ -67,8 +67,8 @@ def continuous(model: str, threads: int, new_tokens: int) -> Callable[[list[list
     from transformers import AutoModelForCausalLM, GenerationConfig
     from transformers.generation import ContinuousBatchingConfig
 
-    from agentjet.compute.embedded.model import locate_model
-    from agentjet.compute.embedded.policy import resolve_device
+    from agentjet.compute.model import locate_model
+    from agentjet.compute.policy import resolve_device
 
     torch.set_num_threads(threads)
     device = resolve_device("auto")

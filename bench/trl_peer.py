@@ -19,7 +19,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from agentjet.compute.embedded.model import locate_model
+from agentjet.compute.model import locate_model
 from bench.workload import StepTime, Workload, report, reward, synchronise
 
 NEVER = -1  # An end token that no vocabulary holds

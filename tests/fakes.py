@@ -13,9 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from agentjet.compute.embedded.checkpoint import seal, verified_state
-from agentjet.compute.operations import FINGERPRINT, body_digest
-from agentjet.compute.protocol import EMBEDDED, Capabilities, LossSpec, Outputs
+from agentjet.compute.checkpoint import seal, verified_state
+from agentjet.compute.protocol import EMBEDDED, FINGERPRINT, Capabilities, LossSpec, Outputs, body_digest
 from agentjet.config import ComputeConfig, ModelConfig, OptimizerConfig, ServeConfig
 from agentjet.errors import ConfigError, OutOfCache, PolicyRemoved, WorkerDied
 from agentjet.front.calls import CallChunk, CallRequest
@@ -25,7 +24,7 @@ from agentjet.server.read import job_of
 from agentjet.server.runs import Runs
 from agentjet.swarm import EpisodeRecord, SwarmState
 from agentjet.timeline.batch import TrainingBatch
-from agentjet.timeline.support import encode_set
+from agentjet.timeline.forest import encode_set
 from agentjet.types import (
     Call,
     CheckpointStamp,

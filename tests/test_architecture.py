@@ -31,7 +31,7 @@ SOURCE = ROOT / "src" / "agentjet"
 MAX_LINES = 900
 PROTOCOLS = {"Sampler", "Learner", "Compute"}
 PRIMITIVES = {"load_batch", "forward_backward", "optim_step"}
-"""Operations that the server asks for through `operations.learn`."""
+"""Operations that the server asks for through `protocol.learn`."""
 HTTP = {"protocol", "front", "server", "client", "cli", "research"}
 VAGUE = {"utils", "util", "helpers", "misc", "common"}
 
@@ -75,8 +75,7 @@ PACKAGES = {
         lazy="opentelemetry",
     ),
     "server": rule(
-        f"{VOCABULARY} config protocol timeline rendering swarm recipes.hooks compute.operations compute.protocol "
-        "front",
+        f"{VOCABULARY} config protocol timeline rendering swarm recipes.hooks compute.protocol front",
         "fastapi numpy prometheus_client psutil starlette",
     ),
     "client": rule(f"{VOCABULARY} protocol", "httpx pydantic", lazy="rich"),

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from agentjet.compute.backend import ProcessCompute
-from agentjet.compute.operations import learn
+from agentjet.compute.protocol import learn
 from agentjet.config import JobConfig, ServeConfig
 from agentjet.types import Op, PolicyId
 from bench.breaking.victims import ROOT, environment

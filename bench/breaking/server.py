@@ -21,7 +21,7 @@ from typing import Any
 from agentjet.cli import server_process
 from agentjet.compute import Compute
 from agentjet.compute.backend import ProcessCompute
-from agentjet.compute.operations import body_digest
+from agentjet.compute.protocol import body_digest
 from agentjet.config import ServeConfig
 from agentjet.errors import AgentJetError
 from agentjet.server import runs

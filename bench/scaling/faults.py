@@ -41,7 +41,7 @@ from typing import Any
 import httpx
 import numpy as np
 
-from agentjet.compute.cluster.replica import PIECE_SECONDS
+from agentjet.compute.vllm.replica import PIECE_SECONDS
 from agentjet.protocol import StatusResponse
 from agentjet.swarm.groups import STALE
 from agentjet.types import DEFAULT_RUN, PolicyId

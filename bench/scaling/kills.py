@@ -17,7 +17,7 @@ from functools import partial
 from typing import Self
 
 from agentjet.compute.backend import Hosted, ProcessCompute
-from agentjet.compute.cluster.routing import ReplicaHandle, RoutedCompletion
+from agentjet.compute.fleet import ReplicaHandle, RoutedCompletion
 
 POLL_SECONDS = 0.002
 PROCESS = re.compile(r"process (\d+)")

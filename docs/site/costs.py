@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agentjet.compute.cluster.memory import (
+from agentjet.compute.memory import (
     ALL_WEIGHTS,
     Learning,
     ModelSize,

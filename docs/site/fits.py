@@ -1,6 +1,6 @@
 """What fits on which GPU: `python -m bench.fits` prints the table of docs/cluster.md.
 
-Every cell is computed by `compute/cluster/memory.py`, as in `agentjet doctor`. No model is loaded.
+Every cell is computed by `compute/memory.py`, as in `agentjet doctor`. No model is loaded.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from agentjet.cli.machine import GB
-from agentjet.compute.cluster.memory import (
+from agentjet.compute.memory import (
     REPLICA_USABLE,
     USABLE,
     ModelSize,

@@ -16,7 +16,7 @@ from typer.cli import get_docs_for_click
 
 from agentjet.cli.main import app as commands
 from agentjet.config import load_config
-from agentjet.front import requests
+from agentjet.front import http
 from agentjet.front.keys import Keys
 from agentjet.server import access
 from agentjet.server.app import create_app
@@ -35,7 +35,7 @@ TOKENS = {
             access.EPISODE_SCORER,
             "the client token, the admin token, or the key of the episode if `server.episode_may_finish`",
         ),
-        (requests.EPISODE_KEY, "the key of an episode"),
+        (http.EPISODE_KEY, "the key of an episode"),
         (access.SMALL_BODY, "none"),
     )
 }
@@ -102,7 +102,7 @@ def _tokens(app: FastAPI) -> dict[tuple[str, str], str]:
     found = {}
     for context in iter_route_contexts(app.routes):
         for guard in getattr(context.original_route, "dependencies", ()):
-            if isinstance(guard.dependency, requests.Guard):
+            if isinstance(guard.dependency, http.Guard):
                 found |= {(method, context.path_format): TOKENS[id(guard)] for method in context.methods or ()}
     return found
 

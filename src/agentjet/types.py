@@ -261,7 +261,7 @@ class Sampled:
     policy_version: int
     finish_reason: FinishReason | None = None
     support: tuple[bytes, ...] = ()
-    """Support set of each token, encoded by `timeline.support`. Empty if each is the whole vocabulary."""
+    """Support set of each token, encoded by `timeline.forest`. Empty if each is the whole vocabulary."""
 
 
 JOURNAL = "journal.sqlite"
@@ -520,7 +520,7 @@ class Call:
     context: bytes = b""
     """Digest of prompt + completion at sampling time. Trained tokens must still have it."""
     support: bytes = b""
-    """Support set of each completion token, packed by `timeline.support.pack_sets`."""
+    """Support set of each completion token, packed by `swarm.journal.pack_sets`."""
     untrained: str = ""
     """Name of the rule of `job.side_calls` that excludes the call from training, or ''."""
     seconds: float | None = None

@@ -16,10 +16,9 @@ from typer.testing import CliRunner
 
 from agentjet.cli.main import app
 from agentjet.cli.research import line_of
-from agentjet.research.campaign.campaign import Question
-from agentjet.research.campaign.models import Budget
-from agentjet.research.campaign.notebook import DAY, Notebook
+from agentjet.research.campaign.campaign import Budget, Question
 from agentjet.research.campaign.subject_repo import SubjectRepo
+from agentjet.research.journal import DAY, Notebook
 from agentjet.research.models import Outcome
 from tests.research.campaign.subjects import SUBJECT, write_subject
 

@@ -23,7 +23,7 @@ import pytest
 from agentjet.cli import new_path
 from agentjet.cli.checkpoints import branch, roll_back
 from agentjet.client import Swarm
-from agentjet.compute.embedded.checkpoint import seal
+from agentjet.compute.checkpoint import seal
 from agentjet.errors import CheckpointError, ConfigError, Conflict, InvalidRequest, Later, NotFound
 from agentjet.protocol import BeginRequest, EvaluationRequest, RunSettings
 from agentjet.server.run_policies import BEST

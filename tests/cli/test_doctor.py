@@ -17,7 +17,7 @@ from agentjet.cli.machine import GB, STAMP, Hardware, make_environment, report, 
 from agentjet.cli.main import app
 from agentjet.config import ServeConfig, parse_config
 from agentjet.errors import ConfigError
-from agentjet.processes.placement import visible_gpu_memory, visible_gpus
+from agentjet.processes.supervisor import visible_gpu_memory, visible_gpus
 from tests.cluster.test_memory import LLAMA_8B, SMOLLM2
 from tests.test_architecture import loaded
 
@@ -214,7 +214,7 @@ def test_the_command_loads_no_torch_and_ends_with_1(model: Path) -> None:
     arguments += ["--set", "compute.sampler_python=/nowhere/python", "--set", "server.port=0"]
     result = CliRunner().invoke(app, ["doctor", *arguments])
     assert result.exit_code == 1 and "problem  compute.sampler_python: /nowhere/python is" in result.output
-    imported = loaded("agentjet.cli.machine", memory := "agentjet.compute.cluster.memory")[memory]
+    imported = loaded("agentjet.cli.machine", memory := "agentjet.compute.memory")[memory]
     assert not imported & {"torch", "ray", "transformers"}
 
 

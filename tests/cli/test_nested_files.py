@@ -11,8 +11,8 @@ import pytest
 
 from agentjet.client.connection import ForeignAnswer, _decoded, _parse_events
 from agentjet.client.inputs import read_tasks
-from agentjet.compute.cluster.memory import model_size, parameters_in
-from agentjet.compute.embedded.checkpoint import verified_state
+from agentjet.compute.checkpoint import verified_state
+from agentjet.compute.memory import model_size, parameters_in
 from agentjet.compute.merging import base_of
 from agentjet.config.loader import read_toml
 from agentjet.errors import CheckpointError, ConfigError

@@ -24,9 +24,8 @@ from agentjet.cli.main import app
 from agentjet.cli.research import LocalServerSlot, carry_out, console, summary
 from agentjet.errors import ConfigError
 from agentjet.research.journal import StudyFolder, StudyLog, read_log
-from agentjet.research.models import Diagnosis
-from agentjet.research.records import Setting
-from agentjet.research.report.facts import StudyView
+from agentjet.research.models import Diagnosis, Setting
+from agentjet.research.report import StudyView
 from agentjet.research.scheduler import conduct
 from agentjet.research.swarm_runner import ServerLost, SharedServerSlot
 from tests.cli.test_commands import run
@@ -294,7 +293,7 @@ def test_what_is_told_is_for_people(tmp_path: Path) -> None:
         journal.notify = console(lines.append, journal)
         conduct(STUDY, journal, Formula(lost={1}))
         trial = list(journal.trials)[1]
-        journal.append("diagnosis", Diagnosis(trial, "too_hard", "all earn the same").to_json())
+        journal.entry("diagnosis", Diagnosis(trial, "too_hard", "all earn the same").to_json())
     assert re.fullmatch(r"diagnosed: trial 2, explore 'a', seed \d+: too hard: all earn the same", lines[-1])
     assert not [line for line in lines if "{" in line or "_" in line]
     assert "decided: frozen: a: gain = 0, lr = 16; b: gain = 3, lr = 16" in lines

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from agentjet.compute.cluster import fleet, replicas
+from agentjet.compute import fleet, samplers
 from tests.cluster.nursery import ForkServer, fork_server
 
 
@@ -19,4 +19,4 @@ def server() -> Iterator[ForkServer]:
 @pytest.fixture
 def retries_are_quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet, "RETRY_SECONDS", 0.01)
-    monkeypatch.setattr(replicas, "LOSS_SECONDS", 0.05)
+    monkeypatch.setattr(samplers, "LOSS_SECONDS", 0.05)

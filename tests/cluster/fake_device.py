@@ -21,10 +21,9 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import backend_registration
 
-from agentjet.compute.embedded import learner as embedded
-from agentjet.compute.embedded.learner import PolicyLearner
-from agentjet.compute.embedded.policy import summed
-from agentjet.compute.embedded.rank_group import Sharding
+from agentjet.compute import learner as embedded
+from agentjet.compute.learner import PolicyLearner, Sharding
+from agentjet.compute.policy import summed
 from agentjet.config import OptimizerConfig
 
 DEVICE = "fake"

@@ -1,4 +1,4 @@
-"""A replica without a model: a real process over real TCP that speaks the protocol of `compute.cluster.replica`.
+"""A replica without a model: a real process over real TCP that speaks the protocol of `compute.vllm.replica`.
 
 Its tokens are a function of the context, the seed and the version, and its log-probabilities of the context, the token
 and the version. So `mistakes` finds every token with a wrong context, seed or version.
@@ -24,11 +24,11 @@ from typing import Literal, Self
 
 import numpy as np
 
-from agentjet.compute.cluster.weights import Publication
+from agentjet.compute.weights import Publication
 from agentjet.config import ComputeConfig, ModelConfig, SamplerConfig
 from agentjet.errors import AgentJetError, ComputeError, GrammarError, OutOfCache
 from agentjet.processes.rpc import Answer, Link, ProcessRequest
-from agentjet.timeline.support import encode_set
+from agentjet.timeline.forest import encode_set
 from agentjet.types import FinishReason, ModelInfo, PolicyId, Sampled, SamplingParams, TokenScore
 
 ROOT = Path(__file__).parents[2]

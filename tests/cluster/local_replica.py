@@ -26,16 +26,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from agentjet.compute.cluster.samplers import REPLICA_PATH
-from agentjet.compute.cluster.weights import PROBE_TOKENS, Publication, SharedFolder, write_adapter
-from agentjet.compute.embedded.model import load_policy
-from agentjet.compute.embedded.policy import Policy, locate_model
+from agentjet.compute.model import load_policy
+from agentjet.compute.policy import Policy, locate_model
+from agentjet.compute.samplers import REPLICA_PATH
+from agentjet.compute.weights import PROBE_TOKENS, Publication, SharedFolder, write_adapter
 from agentjet.config import ComputeConfig, ModelConfig, SamplerConfig
 from agentjet.config.loader import cache_dir
 from agentjet.processes.guardian import Launch, places
-from agentjet.processes.placement import LocalPlacement
 from agentjet.processes.rpc import Peer
-from agentjet.processes.supervisor import Supervisor
+from agentjet.processes.supervisor import LocalPlacement, Supervisor
 from agentjet.types import FinishReason, ModelInfo, PolicyId, Sampled, SamplingParams, TokenScore
 
 SOURCE = Path(__file__).parents[2] / "src"
@@ -92,7 +91,7 @@ class LocalReplica:
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         self._folder = SharedFolder(places()[0])
-        command = (python, "-m", "agentjet.compute.cluster.replica")
+        command = (python, "-m", "agentjet.compute.vllm.replica")
         launch = Launch("replica", command, log_path, {"PYTHONPATH": str(REPLICA_PATH)}, shares_gpus=True)
         self.peer: Peer = self.do(self._start(launch), START_SECONDS)
         pid = int(self._supervisor.place("replica").split()[-1])

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 from agentjet.config import ComputeConfig, ModelConfig, SamplerConfig
-from agentjet.processes.guardian import Launch
+from agentjet.processes.guardian import Launch, ProcessEnd
 from agentjet.processes.rpc import Peer
 from agentjet.processes.supervisor import Supervisor
 from agentjet.types import PolicyId
@@ -62,7 +62,7 @@ class ForkedReplica:
 
     def __init__(self, pid: int) -> None:
         self.place = str(pid)
-        self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.ended: asyncio.Future[ProcessEnd] = asyncio.get_running_loop().create_future()
         self._pid = pid
         self._watching = asyncio.create_task(self._watch())
 
@@ -79,7 +79,7 @@ class ForkedReplica:
 
     def _end(self) -> None:
         if not self.ended.done():
-            self.ended.set_result("ended by SIGKILL")
+            self.ended.set_result(ProcessEnd("ended by SIGKILL"))
 
 
 class Nursery:

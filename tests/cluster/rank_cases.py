@@ -14,17 +14,17 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from agentjet.compute.cluster.weights import WeightsServer
-from agentjet.compute.embedded import checkpoint
-from agentjet.compute.embedded.learner import PolicyLearner
-from agentjet.compute.embedded.policy import Policy
-from agentjet.compute.embedded.rank_group import RankGroup, Sharding
+from agentjet.compute import checkpoint
+from agentjet.compute.learner import PolicyLearner, RankGroup, Sharding
+from agentjet.compute.policy import Policy
 from agentjet.compute.protocol import LossSpec
 from agentjet.compute.rank import publish
+from agentjet.compute.weights import WeightsServer
 from agentjet.config import JobConfig, OptimizerConfig
 from agentjet.errors import CheckpointError, ConfigError, RecipeError
 from tests.compute.baseline import Double
 from tests.compute.conftest import make_policy
+from tests.compute.direct import learn_directly
 from tests.compute.test_locks import recorded_batch, settings, training_batch
 from tests.compute.test_operations import Failing
 
@@ -109,7 +109,7 @@ def state_of(learner: PolicyLearner) -> Arrays:
 def learn(learner: PolicyLearner, batches: tuple[int, ...]) -> Arrays:
     for number in batches:
         batch = training_batch(recorded_batch(number), number)
-        learner.learn(batch.forest, settings(number), number, batch.facts)
+        learn_directly(learner, batch.forest, settings(number), number, batch.facts)
     return state_of(learner)
 
 

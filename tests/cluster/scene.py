@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
-from agentjet.compute.cluster.fleet import Fleet
-from agentjet.compute.cluster.replicas import Replicas, derived_seed
+from agentjet.compute.fleet import Fleet
+from agentjet.compute.samplers import Replicas, derived_seed
 from agentjet.config import SamplerConfig
 from agentjet.processes.rpc import Peer
 from agentjet.types import Sampled, SamplingParams

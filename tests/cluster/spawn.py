@@ -17,7 +17,7 @@ def spawn(num_ranks: int, function: Callable[..., Any], *arguments: Any) -> list
 
     Raises `RuntimeError` if a rank fails. The function must be importable.
     """
-    from agentjet.compute.embedded.rank_group import Rendezvous
+    from agentjet.compute.learner import Rendezvous
 
     rendezvous = Rendezvous(HOST)
     context = multiprocessing.get_context("forkserver")
@@ -52,7 +52,7 @@ def _run(
 ) -> None:
     import torch
 
-    from agentjet.compute.embedded.rank_group import RankGroup, join
+    from agentjet.compute.learner import RankGroup, join
     from agentjet.compute.rank import make_deterministic
 
     torch.set_num_threads(1)

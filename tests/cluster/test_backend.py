@@ -22,15 +22,14 @@ from typing import Any
 
 import pytest
 
-from agentjet.compute import backend, ranks
+from agentjet.compute import backend, ranks, samplers
 from agentjet.compute.backend import Hosted, ProcessCompute
-from agentjet.compute.cluster import samplers
-from agentjet.compute.cluster.samplers import StepMeter, check_gpus, sampler_python
+from agentjet.compute.samplers import StepMeter, check_gpus, sampler_python
 from agentjet.config import ComputeConfig, ModelConfig, OptimizerConfig, ServeConfig
 from agentjet.errors import AgentJetError, CheckpointError, ComputeError, ConfigError, PolicyRemoved, WorkerDied
-from agentjet.processes.guardian import Launch
-from agentjet.processes.placement import LocalPlacement
+from agentjet.processes.guardian import Launch, ProcessEnd
 from agentjet.processes.rpc import Answer, Link, Process, ProcessRequest, dial, encode, read
+from agentjet.processes.supervisor import LocalPlacement
 from agentjet.types import CheckpointStamp, Op, PolicyId, Sampled, SamplerBounds, SamplingParams
 from tests.cluster.fake_replica import INFO, publication
 from tests.fakes import Clock
@@ -49,7 +48,7 @@ class ThreadProcess:
 
     def __init__(self, environment: Mapping[str, str], handler: Handler) -> None:
         self.requests: list[ProcessRequest] = []
-        self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.ended: asyncio.Future[ProcessEnd] = asyncio.get_running_loop().create_future()
         self._handler = handler
         self._where = [environment[name] for name in Link.VARIABLES]
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -83,7 +82,7 @@ class ThreadProcess:
 
     def end(self, reason: str) -> None:
         if not self.ended.done():
-            self.ended.set_result(reason)
+            self.ended.set_result(ProcessEnd(reason))
         with contextlib.suppress(AttributeError, OSError):  # It has not connected yet, or it closed already.
             self.connection.shutdown(2)
 
@@ -512,8 +511,7 @@ def test_the_meters_measure_overlap_and_idle_time() -> None:
     for _ in range(10):  # Ten seconds of sampling, then ten of learning, half of which is sampling.
         clock.advance(1.0)
         meter.received(8)
-    meter.count_waiting(4)
-    meter.count_waiting(1)
+    meter.waiting += [4, 1]
     meter.start_learning()
     for _ in range(5):
         clock.advance(2.0)

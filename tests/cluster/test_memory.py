@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from agentjet.compute.cluster.memory import (
+from agentjet.compute.learner import Sharding
+from agentjet.compute.memory import (
     Learning,
     activation_bytes,
     adapter_parameters,
@@ -19,7 +20,6 @@ from agentjet.compute.cluster.memory import (
     replica_need,
     size_from_config,
 )
-from agentjet.compute.embedded.rank_group import Sharding
 from agentjet.errors import ConfigError
 
 LLAMA_8B = {

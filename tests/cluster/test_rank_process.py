@@ -25,16 +25,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from agentjet.compute.cluster.weights import PROBE_TOKENS, Publication
-from agentjet.compute.embedded.model import load_policy
+from agentjet.compute.model import load_policy
 from agentjet.compute.protocol import LossSpec
 from agentjet.compute.ranks import Ranks
+from agentjet.compute.weights import PROBE_TOKENS, Publication
 from agentjet.config import ComputeConfig, JobConfig, ModelConfig, OptimizerConfig, SamplerConfig
 from agentjet.errors import ConfigError, HookHung, OperationConflict, WorkerDied, WorkerHung
 from agentjet.processes.guardian import Launch
-from agentjet.processes.placement import LocalPlacement
 from agentjet.processes.rpc import Peer
-from agentjet.processes.supervisor import Supervisor, Watchdog
+from agentjet.processes.supervisor import LocalPlacement, Supervisor, Watchdog
 from agentjet.types import CheckpointStamp, Op, PolicyId
 from tests.compute.test_locks import recorded_batch, settings, training_batch
 from tests.tiny import make_model

@@ -22,10 +22,9 @@ import numpy as np
 import pytest
 import torch
 
-from agentjet.compute.embedded import checkpoint
-from agentjet.compute.embedded.distributions import score
-from agentjet.compute.embedded.learner import PolicyLearner
-from agentjet.compute.embedded.rank_group import Sharding
+from agentjet.compute import checkpoint
+from agentjet.compute.learner import PolicyLearner, Sharding
+from agentjet.compute.passes import score
 from tests.cluster import rank_cases
 from tests.cluster.rank_cases import (
     AFTER,

@@ -26,13 +26,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from agentjet.compute.cluster.weights import probe_failure
-from agentjet.compute.embedded.model import load_policy
+from agentjet.compute.model import load_policy
 from agentjet.compute.token_choice import Grammars, Guide, restrict
+from agentjet.compute.weights import probe_failure
 from agentjet.config import ComputeConfig, ModelConfig, SamplerConfig
 from agentjet.errors import AgentJetError, ComputeError, GrammarError, OutOfCache, WorkerDied
 from agentjet.rendering import Renderer
-from agentjet.timeline.support import decode_set, encode_set
+from agentjet.timeline.forest import decode_set, encode_set
 from agentjet.types import Constraint, Conversation, Message, ModelInfo, SamplingParams
 from tests.cluster.local_replica import (
     POLICY,

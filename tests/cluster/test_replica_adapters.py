@@ -19,8 +19,8 @@ from peft import LoraConfig as PeftConfig
 from peft import get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from agentjet.compute.cluster.weights import ARCHITECTURES, publishes_adapter
-from agentjet.compute.embedded.model import load_policy
+from agentjet.compute.model import load_policy
+from agentjet.compute.weights import ARCHITECTURES, publishes_adapter
 from agentjet.config import ComputeConfig, LoraConfig, ModelConfig, SamplerConfig
 from agentjet.types import SamplingParams
 from tests.cluster.local_replica import LocalReplica, Wanted, sampler_python

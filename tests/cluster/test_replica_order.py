@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentjet.compute.cluster import replica
-from agentjet.compute.cluster.replica import ReplicaServer, start_vllm
-from agentjet.compute.cluster.weights import Publication
+from agentjet.compute.vllm import replica
+from agentjet.compute.vllm.replica import ReplicaServer, start_vllm
+from agentjet.compute.weights import Publication
 from agentjet.config import ComputeConfig, ModelConfig, SamplerConfig
 from agentjet.errors import ComputeError, ConfigError
 from agentjet.processes import guardian

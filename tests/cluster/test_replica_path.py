@@ -26,8 +26,8 @@ import psutil
 import pytest
 
 import agentjet
-from agentjet.compute import cluster
-from agentjet.compute.cluster.samplers import REPLICA_PATH
+from agentjet.compute import vllm as package
+from agentjet.compute.samplers import REPLICA_PATH
 from agentjet.config import ComputeConfig, ModelConfig, SamplerConfig
 from agentjet.errors import ConfigError
 from agentjet.processes import guardian
@@ -149,15 +149,14 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeVllm]:
     monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setattr(tempfile, "tempdir", None)
     yield fake
-    for name in ("vllm_engine", "vllm_worker"):  # They have the fakes.
-        sys.modules.pop(f"{cluster.__name__}.{name}", None)
-        vars(cluster).pop(name, None)
+    sys.modules.pop(f"{package.__name__}.engine", None)  # It has the fakes.
+    vars(package).pop("engine", None)
 
 
 def test_the_processes_of_vllm_leave_no_temporary_files(tmp_path: Path, vllm: FakeVllm) -> None:
     model, before = ModelConfig(name=str(make_model(tmp_path / "model")), device="cpu"), tempfile.gettempdir()
     tempfile.tempdir = None
-    engine = importlib.import_module("agentjet.compute.cluster.vllm_engine").VllmEngine
+    engine = importlib.import_module("agentjet.compute.vllm.engine").VllmEngine
     with pytest.raises(ConfigError, match="a fake has no engine"):
         asyncio.run(
             engine.start(model, ModelInfo("tiny", "", "", 100, (2,)), SamplerConfig(), ComputeConfig(), tmp_path)

@@ -29,7 +29,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
-from agentjet.compute.cluster.weights import PROBE_TOKENS, probe_failure
+from agentjet.compute.weights import PROBE_TOKENS, probe_failure
 from agentjet.config import SamplerConfig
 from agentjet.errors import ComputeError, ConfigError, GrammarError, OutOfCache, PolicyRemoved, WorkerDied
 from agentjet.types import Sampled, SamplingParams

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from agentjet.compute.cluster.routing import BLOCK_TOKENS, MORE, Load, RoutedCompletion, choose
+from agentjet.compute.fleet import BLOCK_TOKENS, MORE, Load, RoutedCompletion, choose
 
 
 def work(tokens: Iterable[int], losses: int = 0) -> RoutedCompletion:

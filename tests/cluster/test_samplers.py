@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from agentjet.compute.cluster.samplers import FALL_SECONDS, RISE_SECONDS, Autoscaler, cause_of
+from agentjet.compute.samplers import FALL_SECONDS, RISE_SECONDS, Autoscaler, cause_of
 from agentjet.config import ComputeConfig
 from agentjet.processes import guardian
 from agentjet.types import SamplerBounds

@@ -29,8 +29,8 @@ from typing import IO
 
 import pytest
 
-from agentjet.compute.cluster import weights
-from agentjet.compute.cluster.weights import Publication, SharedFolder, WeightsServer, fetch, release
+from agentjet.compute import weights
+from agentjet.compute.weights import Publication, SharedFolder, WeightsServer, fetch, release
 from agentjet.errors import ComputeError
 from agentjet.processes import guardian, rpc
 
@@ -255,7 +255,7 @@ def test_a_file_that_cannot_be_written_is_an_error(server: WeightsServer) -> Non
 def test_what_a_killed_process_left_is_removed(server: WeightsServer, tmp_path: Path) -> None:
     program = (
         "import os, signal, sys; from pathlib import Path;"
-        "from agentjet.compute.cluster import weights; from agentjet.processes import guardian;"
+        "from agentjet.compute import weights; from agentjet.processes import guardian;"
         "guardian.SHARED_MEMORY = place = Path(sys.argv[1]); folder = weights.SharedFolder(place);"
         "(folder.path / 'file').write_bytes(b'x'); os.kill(os.getpid(), signal.SIGKILL)"
     )

@@ -14,15 +14,14 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from agentjet.compute.embedded.learner import PolicyLearner
-from agentjet.compute.embedded.policy import Policy
+from agentjet.compute.learner import PolicyLearner
+from agentjet.compute.policy import Policy
 from agentjet.compute.protocol import LossSpec
 from agentjet.config import JobConfig
 from agentjet.recipes.policy_gradient import PolicyGradient
 from agentjet.recipes.registry import make_recipe
 from agentjet.timeline.batch import TrainingBatch
-from agentjet.timeline.forest import Forest, Row, call_row
-from agentjet.timeline.support import decode_set, encode_set
+from agentjet.timeline.forest import Forest, Row, call_row, decode_set, encode_set
 from tests.compute.conftest import tokens
 from tests.compute.formulas import FORMULAS
 

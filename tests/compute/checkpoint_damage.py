@@ -21,8 +21,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from agentjet.compute.backend import Hosted, ProcessCompute
-from agentjet.compute.embedded.checkpoint import STATE_FILE, seal
-from agentjet.compute.operations import OperationLog
+from agentjet.compute.checkpoint import STATE_FILE, seal
+from agentjet.compute.protocol import OperationLog
 from agentjet.compute.rank import Rank
 from agentjet.config import ModelConfig, ServeConfig
 from agentjet.errors import AgentJetError, ComputeError, WorkerDied

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from agentjet.compute.backend import ProcessCompute
-from agentjet.compute.embedded.learner import PolicyLearner
-from agentjet.compute.embedded.model import load_policy
-from agentjet.compute.embedded.policy import Policy
-from agentjet.compute.embedded.sampler import ModelSampler, NewToken
+from agentjet.compute.learner import PolicyLearner
+from agentjet.compute.model import load_policy
+from agentjet.compute.policy import Policy
+from agentjet.compute.sampler import ModelSampler, NewToken
 from agentjet.config import ModelConfig
-from agentjet.processes.placement import LocalPlacement
+from agentjet.processes.supervisor import LocalPlacement
 from agentjet.timeline.forest import Forest, Row, call_row
 from agentjet.types import PolicyId, SamplingParams
 from tests.compute import forked_workers

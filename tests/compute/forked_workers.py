@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from agentjet.processes.guardian import Launch, end_of
-from agentjet.processes.placement import LocalPlacement
+from agentjet.processes.guardian import Launch, ProcessEnd, end_of
+from agentjet.processes.supervisor import LocalPlacement
 from tests.cluster.spawn import PRELOADED
 
 
@@ -24,7 +24,7 @@ class ForkedWorker:
     """A worker, as a `Process`."""
 
     def __init__(self, process: Any, log_path: Path) -> None:
-        self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.ended: asyncio.Future[ProcessEnd] = asyncio.get_running_loop().create_future()
         self.place = f"this machine, process {process.pid}"
         self.log_path = log_path
         self._process = process

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from agentjet.compute.embedded.cache import BLOCK, CacheRow, KeyValueCache
-from agentjet.compute.embedded.policy import CacheShape, Policy
-from agentjet.compute.embedded.sampler import ModelSampler
+from agentjet.compute.cache import BLOCK, CacheRow, KeyValueCache
+from agentjet.compute.policy import CacheShape, Policy
+from agentjet.compute.sampler import ModelSampler
 from agentjet.types import SamplingParams
 from tests.compute.conftest import check_same, make_endless, run, tokens
 

@@ -16,10 +16,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from agentjet.compute.embedded import checkpoint
-from agentjet.compute.embedded.checkpoint import atomic_folder
-from agentjet.compute.embedded.learner import PolicyLearner
-from agentjet.compute.embedded.policy import Policy
+from agentjet.compute import checkpoint
+from agentjet.compute.checkpoint import atomic_folder
+from agentjet.compute.learner import PolicyLearner
+from agentjet.compute.policy import Policy
 from agentjet.config import ServeConfig
 from agentjet.errors import CheckpointError, ConfigError
 from agentjet.server.runs import Runs

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from agentjet.compute.embedded.learner import PolicyLearner
+from agentjet.compute.learner import PolicyLearner
 from agentjet.config import JobConfig, OptimizerConfig
 from agentjet.recipes.registry import make_recipe
 from agentjet.timeline.forest import Forest, build_forest, select
 from tests.compute.conftest import make_policy, sampled_rows
+from tests.compute.direct import learn_directly
 
 RHO = np.array([0.25, 0.9, 1.1, 3.0], np.float32)
 
@@ -25,7 +26,7 @@ def learned(folder: Path, forest: Forest, **recipe: object) -> tuple[dict[str, t
     """The weights after one step on `forest`, and its metrics."""
     policy = make_policy(folder)
     job = JobConfig(recipe=make_recipe(recipe), optimizer=OptimizerConfig(lr=1e-3, max_grad_norm=0))
-    metrics = PolicyLearner(policy).learn(forest, job, 0)
+    metrics = learn_directly(PolicyLearner(policy), forest, job, 0)
     return {name: p.detach() for name, p in policy.trainable().items()}, metrics
 
 

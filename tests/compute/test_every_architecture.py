@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from agentjet.compute.embedded.model import BaseModel
-from agentjet.compute.embedded.sampler import ModelSampler
+from agentjet.compute.model import BaseModel
+from agentjet.compute.sampler import ModelSampler
 from agentjet.config import LoraConfig
 from agentjet.errors import ConfigError
 from agentjet.types import SamplingParams

@@ -15,14 +15,14 @@ import pytest
 import torch
 from torch import nn
 
-from agentjet.compute.embedded import checkpoint
-from agentjet.compute.embedded.learner import PolicyLearner
-from agentjet.compute.embedded.policy import Policy
-from agentjet.compute.embedded.rank_group import RankGroup
-from agentjet.compute.embedded.rank_group import fingerprint as fingerprint_of
+from agentjet.compute import checkpoint
+from agentjet.compute.learner import PolicyLearner, RankGroup
+from agentjet.compute.learner import fingerprint as fingerprint_of
+from agentjet.compute.policy import Policy
 from agentjet.config import JobConfig, OptimizerConfig
 from agentjet.timeline.forest import Forest, build_forest, call_row
 from tests.compute.conftest import make_policy, sampled_rows
+from tests.compute.direct import learn_directly
 from tests.tiny import make_model
 
 BOTH, NEITHER = {"weights/learner": 1.0, "weights/sampler": 1.0}, {"weights/learner": 0.0, "weights/sampler": 0.0}
@@ -77,12 +77,12 @@ def test_what_a_step_changed(tiny_folder: Path, tmp_path: Path, dtype: str, rank
     policy = make_policy(tiny_folder, dtype=dtype, rank=rank)
     learner = PolicyLearner(policy)
     assert learner.weights_changed() == NEITHER
-    learner.learn(batch(policy, math.inf), job(), 0)
+    learn_directly(learner, batch(policy, math.inf), job(), 0)
     assert learner.weights_changed() == NEITHER, "a gradient that is no number changes nothing"
-    learner.learn(batch(policy), job(), 1)
+    learn_directly(learner, batch(policy), job(), 1)
     assert learner.weights_changed() == BOTH
     checkpoint.save(tmp_path / "step_000002", learner, {"policy_version": 2})
-    learner.learn(batch(policy), job(), 2)
+    learn_directly(learner, batch(policy), job(), 2)
     checkpoint.load(tmp_path / "step_000002", learner)
     assert learner.weights_changed() == NEITHER
 
@@ -105,7 +105,7 @@ def test_a_step_below_the_rounding_of_bfloat16(tiny_folder: Path) -> None:
         for weight in policy.trainable().values():
             weight[weight.abs() < 1e-3] = 1e-3  # what is nearly 0 rounds finer
     learner = PolicyLearner(policy)
-    learner.learn(batch(policy), job(lr=1e-8), 0)
+    learn_directly(learner, batch(policy), job(lr=1e-8), 0)
     assert learner.weights_changed() == {"weights/learner": 1.0, "weights/sampler": 0.0}
 
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
-from agentjet.compute.embedded import attention
-from agentjet.compute.embedded.attention import (
+from agentjet.compute import attention
+from agentjet.compute.attention import (
     TILE,
     DecodeGraphs,
     FlexPlan,
@@ -28,9 +28,9 @@ from agentjet.compute.embedded.attention import (
     interval_mask,
     tile_mask,
 )
-from agentjet.compute.embedded.cache import CacheRow, KeyValueCache
-from agentjet.compute.embedded.policy import Policy
-from agentjet.compute.embedded.sampler import ModelSampler
+from agentjet.compute.cache import CacheRow, KeyValueCache
+from agentjet.compute.policy import Policy
+from agentjet.compute.sampler import ModelSampler
 from agentjet.timeline.forest import Forest, build_forest, call_row
 from agentjet.types import SamplingParams
 from tests.compute.conftest import check_same, run, tokens

@@ -25,12 +25,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from agentjet.compute.embedded import checkpoint
-from agentjet.compute.embedded.learner import PolicyLearner
-from agentjet.compute.embedded.policy import Policy
-from agentjet.compute.embedded.rank_group import RankGroup, Sharding
-from agentjet.compute.embedded.sampler import ModelSampler
+from agentjet.compute import checkpoint
+from agentjet.compute.learner import PolicyLearner, RankGroup, Sharding
+from agentjet.compute.policy import Policy
 from agentjet.compute.rank import make_deterministic
+from agentjet.compute.sampler import ModelSampler
 from agentjet.compute.token_choice import sample_tokens
 from agentjet.config import JobConfig, OptimizerConfig
 from agentjet.recipes.registry import make_recipe
@@ -40,6 +39,7 @@ from bench import gpu
 from tests.compute.architectures import make_architecture
 from tests.compute.baseline import relative, row_logprobs
 from tests.compute.conftest import make_policy, run, sampled_rows, tokens
+from tests.compute.direct import learn_directly
 from tests.tiny import make_model
 
 CHOICES = [(1.0, 0, 1.0), (0.7, 5, 1.0), (1.0, 0, 0.8), (1.3, 0, 1.0), (0.0, 0, 1.0), (0.9, 20, 0.9)]
@@ -77,7 +77,7 @@ def learned(policy: Policy, rows: list[Row], saved: Path | None = None) -> torch
         if version == 0 and saved is not None and saved.exists():
             checkpoint.load(saved, learner)
             continue
-        learner.learn(build_forest(rows), JOB, version)
+        learn_directly(learner, build_forest(rows), JOB, version)
         if version == 0 and saved is not None:
             checkpoint.save(saved, learner, {"policy_version": 1})
     assert {master.device.type for master in learner.masters()} == {
@@ -139,9 +139,9 @@ def test_a_rank_that_offloads_gives_the_weights_of_one_that_does_not(tmp_path: P
         if saved.exists():
             checkpoint.load(saved, learner)
         else:
-            learner.learn(build_forest(rows), JOB, 0)
+            learn_directly(learner, build_forest(rows), JOB, 0)
             checkpoint.save(saved, learner, {"policy_version": 1})
-        learner.learn(build_forest(rows), JOB, 1)
+        learn_directly(learner, build_forest(rows), JOB, 1)
         after = learner.whole_weights()
         return torch.cat([(after[name].float().cpu() - tensor).flatten() for name, tensor in before.items()])
 

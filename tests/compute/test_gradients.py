@@ -20,12 +20,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from agentjet.compute.embedded.learner import PolicyLearner
-from agentjet.compute.embedded.policy import Policy
+from agentjet.compute.learner import PolicyLearner
+from agentjet.compute.policy import Policy
 from agentjet.recipes.policy_gradient import PolicyGradient
 from agentjet.recipes.registry import make_recipe
-from agentjet.timeline.forest import Row, build_forest, call_row
-from agentjet.timeline.support import encode_set
+from agentjet.timeline.forest import Row, build_forest, call_row, encode_set
 from tests.compute.architectures import make_architecture
 from tests.compute.baseline import (
     Baseline,

@@ -20,22 +20,22 @@ import numpy as np
 import pytest
 import torch
 
-from agentjet.compute.embedded.learner import PolicyLearner
-from agentjet.compute.embedded.policy import Policy
-from agentjet.compute.embedded.sampler import ModelSampler, NewToken
+from agentjet.compute.learner import PolicyLearner
+from agentjet.compute.policy import Policy
 from agentjet.compute.rank import Rank
+from agentjet.compute.sampler import ModelSampler, NewToken
 from agentjet.compute.token_choice import MAX_GRAMMARS, Grammars, sample_tokens
 from agentjet.config import JobConfig, SamplerConfig
 from agentjet.errors import GrammarError, OutOfCache, PolicyRemoved
 from agentjet.processes.rpc import Answer, ProcessRequest
 from agentjet.rendering import Renderer
 from agentjet.rendering.grammar import write_grammar
-from agentjet.timeline.forest import Row, build_forest, call_row
-from agentjet.timeline.support import EVERYTHING, decode_set, encode_set
+from agentjet.timeline.forest import EVERYTHING, Row, build_forest, call_row, decode_set, encode_set
 from agentjet.types import Constraint, PolicyId, SamplingParams
 from tests.compute.architectures import make_architecture
 from tests.compute.baseline import row_logprobs
 from tests.compute.conftest import complete, make_policy, model_config, sampler_of, tokens
+from tests.compute.direct import learn_directly
 
 SCHEMA = {
     "type": "object",
@@ -120,7 +120,7 @@ def test_what_is_reported_is_what_it_was_sampled_from(policy: Policy, name: str)
     for row in rows:
         with torch.no_grad():
             assert row["logprob"] == pytest.approx(row_logprobs(policy, row).numpy(), abs=1e-4)
-    metrics = PolicyLearner(policy).learn(build_forest(rows), JobConfig(), 0)
+    metrics = learn_directly(PolicyLearner(policy), build_forest(rows), JobConfig(), 0)
     assert metrics["policy/mismatch_kl"] < 1e-7
     assert metrics["policy/entropy"] == pytest.approx(-np.concatenate([row["logprob"] for row in rows]).mean())
 

@@ -17,17 +17,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentjet.compute.embedded import distributions
-from agentjet.compute.embedded import learner as learner_module
-from agentjet.compute.embedded.distributions import HEAD_POSITIONS, Chunk, score
-from agentjet.compute.embedded.learner import PolicyLearner
-from agentjet.compute.embedded.policy import Policy
+from agentjet.compute import learner as learner_module
+from agentjet.compute import passes
+from agentjet.compute.learner import PolicyLearner
+from agentjet.compute.passes import HEAD_POSITIONS, Chunk, score
+from agentjet.compute.policy import Policy
 from agentjet.config import JobConfig, OptimizerConfig
 from agentjet.recipes.registry import make_recipe
-from agentjet.timeline.forest import Forest, build_forest, call_row
-from agentjet.timeline.support import decode_set, encode_set
+from agentjet.timeline.forest import Forest, build_forest, call_row, decode_set, encode_set
 from tests.compute.baseline import Double, relative
 from tests.compute.conftest import make_policy, sampled_rows, tokens
+from tests.compute.direct import learn_directly
 
 
 def head_of_every_target(
@@ -67,7 +67,7 @@ def every_target(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """A function after whose call learners multiply out the vocabulary for every target."""
 
     def start() -> None:
-        for module in (learner_module, distributions):
+        for module in (learner_module, passes):
             monkeypatch.setattr(module, "chunks", head_of_every_target)
 
     return start
@@ -80,7 +80,7 @@ def learned(folder: Path, job: JobConfig) -> tuple[Tensor, list[dict[str, float]
     policy.model.double()
     with Double():
         learner = PolicyLearner(policy)
-        metrics = [learner.learn(forest, job, version) for version, forest in enumerate(batches)]
+        metrics = [learn_directly(learner, forest, job, version) for version, forest in enumerate(batches)]
     return torch.cat([p.detach().flatten() for p in policy.trainable().values()]), metrics
 
 
@@ -88,7 +88,7 @@ def learned(folder: Path, job: JobConfig) -> tuple[Tensor, list[dict[str, float]
 def test_weights_and_metrics_are_those_of_a_head_for_every_target(
     tiny_folder: Path, loss: str, monkeypatch: pytest.MonkeyPatch, every_target: Callable[[], None]
 ) -> None:
-    monkeypatch.setattr(distributions, "HEAD_ROWS", 17)
+    monkeypatch.setattr(passes, "HEAD_ROWS", 17)
     recipe = make_recipe({"loss": loss, "kl_coef": 0.1, "mini_batches": 2})
     job = JobConfig(recipe=recipe, optimizer=OptimizerConfig(lr=1e-3), micro_batch_tokens=120)
     weights, metrics = learned(tiny_folder, job)
@@ -105,7 +105,7 @@ def test_a_row_of_logits_is_computed_once_for_each_distribution(
     policy = make_policy(tiny_folder)
     forest = batch(policy, 1)
     with monkeypatch.context() as every_target:
-        every_target.setattr(distributions, "chunks", head_of_every_target)
+        every_target.setattr(passes, "chunks", head_of_every_target)
         expected = PolicyLearner(policy).logprobs(forest)
     computed: list[int] = []
     head = policy.head
@@ -116,7 +116,7 @@ def test_a_row_of_logits_is_computed_once_for_each_distribution(
 
     monkeypatch.setattr(policy, "head", counted)
     for rows in (512, 7):
-        monkeypatch.setattr(distributions, "HEAD_ROWS", rows)
+        monkeypatch.setattr(passes, "HEAD_ROWS", rows)
         assert torch.allclose(PolicyLearner(policy).logprobs(forest), expected, atol=1e-5)
         assert sum(computed) == distinct(forest) < 0.8 * forest.num_targets and max(computed) <= rows
         computed.clear()

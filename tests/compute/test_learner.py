@@ -20,16 +20,17 @@ import numpy as np
 import pytest
 import torch
 
-from agentjet.compute.embedded import checkpoint
-from agentjet.compute.embedded.attention import cut
-from agentjet.compute.embedded.checkpoint import seal
-from agentjet.compute.embedded.learner import PolicyLearner, learning_rate
-from agentjet.compute.embedded.policy import Policy
+from agentjet.compute import checkpoint
+from agentjet.compute.attention import cut
+from agentjet.compute.checkpoint import seal
+from agentjet.compute.learner import PolicyLearner, learning_rate
+from agentjet.compute.policy import Policy
 from agentjet.config import JobConfig, OptimizerConfig
 from agentjet.errors import CheckpointError, ConfigError
 from agentjet.timeline.forest import build_forest, call_row
 from tests.compute.baseline import Double, row_logprobs
 from tests.compute.conftest import make_policy, sampled_rows, tokens
+from tests.compute.direct import learn_directly
 from tests.compute.test_sampler import STATEFUL
 from tests.tiny import make_model
 
@@ -82,9 +83,9 @@ def test_what_has_no_advantage_is_not_computed(policy: Policy) -> None:
     ]
     forest = build_forest(flat)
     learner = PolicyLearner(policy)
-    assert learner.learn(forest, job(), 0)["forest/tokens_computed"] < 0.6 * forest.num_nodes
+    assert learn_directly(learner, forest, job(), 0)["forest/tokens_computed"] < 0.6 * forest.num_nodes
     quiet = [call_row(r.tokens, r["logprob"], r["version"], 0.0, 1.0, r["sequence"]) for r in rows]
-    assert learner.learn(build_forest(quiet), job(), 1)["forest/tokens_computed"] == 0
+    assert learn_directly(learner, build_forest(quiet), job(), 1)["forest/tokens_computed"] == 0
 
 
 @pytest.mark.parametrize(
@@ -94,7 +95,7 @@ def test_what_has_no_advantage_is_not_computed(policy: Policy) -> None:
 def test_sampler_and_learner_agree(folder_of: Callable[[str], Path], kind: str, dtype: str, tolerance: float) -> None:
     policy = make_policy(folder_of(kind), dtype=dtype)
     forest = build_forest(sampled_rows(policy, temperature=0.8))
-    metrics = PolicyLearner(policy).learn(forest, job(), 0)
+    metrics = learn_directly(PolicyLearner(policy), forest, job(), 0)
     assert metrics["policy/mismatch_kl"] < tolerance
     assert metrics["policy/clip_fraction"] == pytest.approx(0.0, abs=0.05)
     assert metrics["policy/entropy"] > 0
@@ -113,12 +114,12 @@ def test_metrics_of_the_policy_are_those_of_the_loss_over_every_sampled_token(po
         rows.append(call_row(r.tokens, r["logprob"] - moved, r["version"], advantage, 1.0, r["sequence"]))
     forest = build_forest(rows)
     bounds = {"clip_low": 0.9, "clip_high": 0.2}  # what compensates for it stays inside
-    metrics = PolicyLearner(policy).learn(forest, job({"loss": {"name": loss, **bounds}}), 0)
+    metrics = learn_directly(PolicyLearner(policy), forest, job({"loss": {"name": loss, **bounds}}), 0)
     clipped = 0 if loss == "gspo" else sum(r["sequence"] < 4 and len(r["logprob"]) > 1 for r in rows)
     assert metrics["policy/clip_fraction"] == pytest.approx(clipped / forest.num_targets)
     assert metrics["policy/entropy"] == pytest.approx(-forest["logprob"].mean())
     quiet = forest.with_columns(advantage=np.zeros_like(forest["advantage"]))
-    metrics = PolicyLearner(policy).learn(quiet, job(), 1)
+    metrics = learn_directly(PolicyLearner(policy), quiet, job(), 1)
     assert (
         metrics["policy/entropy"] == pytest.approx(-forest["logprob"].mean()) and metrics["policy/clip_fraction"] == 0
     )
@@ -151,7 +152,7 @@ def test_a_replay_from_a_checkpoint_is_equal_bit_by_bit(
     for version, forest in enumerate(batches):
         if version == 2:
             checkpoint.save(tmp_path / "step_000002", learner, {"policy_version": 2})
-        learner.learn(forest, settings, version)
+        learn_directly(learner, forest, settings, version)
     undisturbed = {name: p.detach().clone() for name, p in policy.trainable().items()}
 
     revived = make_policy(folder_of(kind), dtype=dtype, rank=rank, offload_optimizer=after)
@@ -160,7 +161,7 @@ def test_a_replay_from_a_checkpoint_is_equal_bit_by_bit(
     weights = {id(p) for p in revived.trainable().values()}
     assert any(id(master) in weights for master in second.masters()) == (dtype == "float32" and not after)
     for version in range(state["policy_version"], 4):
-        second.learn(batches[version], settings, version)
+        learn_directly(second, batches[version], settings, version)
     for name, p in revived.trainable().items():
         assert torch.equal(p, undisturbed[name]), name
 
@@ -170,11 +171,11 @@ def test_a_gradient_that_is_not_finite_changes_nothing(policy: Policy) -> None:
     rows[0] = call_row(rows[0].tokens, rows[0]["logprob"], rows[0]["version"], math.inf, 1.0, rows[0]["sequence"])
     before = {name: p.detach().clone() for name, p in policy.trainable().items()}
     learner = PolicyLearner(policy)
-    metrics = learner.learn(build_forest(rows), job(), 0)
+    metrics = learn_directly(learner, build_forest(rows), job(), 0)
     assert metrics["optim/skipped_steps"] == 1
     assert all(torch.equal(p, before[name]) for name, p in policy.trainable().items())
     rows[0] = call_row(rows[0].tokens, rows[0]["logprob"], rows[0]["version"], 1.0, 1.0, rows[0]["sequence"])
-    assert learner.learn(build_forest(rows), job(), 1)["optim/skipped_steps"] == 0
+    assert learn_directly(learner, build_forest(rows), job(), 1)["optim/skipped_steps"] == 0
     assert not all(torch.equal(p, before[name]) for name, p in policy.trainable().items())
 
 
@@ -182,9 +183,9 @@ def test_a_gradient_that_is_not_finite_changes_nothing(policy: Policy) -> None:
 def test_weights_that_nothing_can_be_computed_with_show(tiny_folder: Path, dtype: str) -> None:
     policy = make_policy(tiny_folder, dtype=dtype)
     forest, learner = build_forest(sampled_rows(policy)), PolicyLearner(policy)
-    assert learner.learn(forest, job(), 0)["weights/finite"] == 1
-    assert learner.learn(forest, job(optimizer=OptimizerConfig(lr=1e38)), 1)["weights/finite"] == 0
-    assert learner.learn(forest, job(), 2)["weights/finite"] == 0
+    assert learn_directly(learner, forest, job(), 0)["weights/finite"] == 1
+    assert learn_directly(learner, forest, job(optimizer=OptimizerConfig(lr=1e38)), 1)["weights/finite"] == 0
+    assert learn_directly(learner, forest, job(), 2)["weights/finite"] == 0
 
 
 ADAPTER = {"lora": {"rank": 4, "alpha": 8}}
@@ -228,14 +229,14 @@ def test_a_trainer_of_version_0_2_continues_bit_by_bit(tiny_folder: Path, tmp_pa
     """It has the state of the optimiser by number."""
     policy = make_policy(tiny_folder, dtype="bfloat16")
     learner, forest = PolicyLearner(policy), build_forest(sampled_rows(policy))
-    learner.learn(forest, job(), 0)
+    learn_directly(learner, forest, job(), 0)
     checkpoint.save(tmp_path / "step_000001", learner, {"policy_version": 1})
     trainer = {"masters": learner.state()["masters"], "optimizer": learner._optimizer.state_dict()}
     replace_trainer(tmp_path / "step_000001", trainer)
-    learner.learn(forest, job(), 1)
+    learn_directly(learner, forest, job(), 1)
     second = PolicyLearner(make_policy(tiny_folder, dtype="bfloat16"))
     checkpoint.load(tmp_path / "step_000001", second)
-    second.learn(forest, job(), 1)
+    learn_directly(second, forest, job(), 1)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(second.masters(), learner.masters(), strict=True))
 
 
@@ -280,7 +281,7 @@ def test_an_exported_folder_is_the_policy(tiny_folder: Path, tmp_path: Path, ran
     policy = make_policy(tiny_folder, rank=rank)
     forest = build_forest(sampled_rows(policy))
     learner = PolicyLearner(policy)
-    learner.learn(forest, job(optimizer=OptimizerConfig(lr=1e-2)), 0)
+    learn_directly(learner, forest, job(optimizer=OptimizerConfig(lr=1e-2)), 0)
     checkpoint.export(tmp_path / "model", learner)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     ids = torch.from_numpy(tokens(3, 20)).long()[None]

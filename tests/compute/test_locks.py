@@ -28,16 +28,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentjet.compute.embedded.learner import PolicyLearner
-from agentjet.compute.embedded.policy import Policy
+from agentjet.compute.learner import PolicyLearner
+from agentjet.compute.policy import Policy
 from agentjet.compute.rank import make_deterministic
 from agentjet.config import JobConfig, OptimizerConfig
 from agentjet.recipes.registry import make_recipe
 from agentjet.timeline.batch import Facts, TrainingBatch
-from agentjet.timeline.forest import Row, build_forest, call_row
-from agentjet.timeline.support import encode_set
+from agentjet.timeline.forest import Row, build_forest, call_row, encode_set
 from tests.compute.architectures import make_architecture
 from tests.compute.conftest import make_policy
+from tests.compute.direct import learn_directly
 from tests.tiny import make_model, tokenizer
 
 LOCKS = Path(__file__).with_name("locks.json")
@@ -188,7 +188,7 @@ def training_batch(groups: list[list[Episode]], number: int) -> TrainingBatch:
 def learn_batch(learner: PolicyLearner, groups: list[list[Episode]], job: JobConfig, number: int) -> dict[str, float]:
     """Train on a recorded batch; returns the metrics. The only part that depends on the learner's interface."""
     batch = training_batch(groups, number)
-    return learner.learn(batch.forest, job, number, batch.facts)
+    return learn_directly(learner, batch.forest, job, number, batch.facts)
 
 
 def settings(number: int) -> JobConfig:

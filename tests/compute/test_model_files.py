@@ -19,8 +19,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from agentjet.compute.embedded.model import DownloadMeter, reported_download
-from agentjet.compute.embedded.policy import cached_folder
+from agentjet.compute.model import DownloadMeter, reported_download
+from agentjet.compute.policy import cached_folder
 from agentjet.errors import ConfigError
 from agentjet.types import SlowWork
 from tests.compute.conftest import make_policy

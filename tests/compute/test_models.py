@@ -22,9 +22,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
-from agentjet.compute.embedded.model import BaseModel
-from agentjet.compute.embedded.sampler import ModelSampler
 from agentjet.compute.merging import merge_folders
+from agentjet.compute.model import BaseModel
+from agentjet.compute.sampler import ModelSampler
 from agentjet.config import LoraConfig
 from agentjet.errors import ConfigError
 from agentjet.rendering.vocabulary import Vocabulary

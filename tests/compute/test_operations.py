@@ -23,10 +23,9 @@ import numpy as np
 import pytest
 import torch
 
-from agentjet.compute.embedded.learner import PolicyLearner
-from agentjet.compute.embedded.policy import Policy
-from agentjet.compute.operations import MAX_RESULTS, OperationLog
-from agentjet.compute.protocol import LossSpec
+from agentjet.compute.learner import PolicyLearner
+from agentjet.compute.policy import Policy
+from agentjet.compute.protocol import MAX_RESULTS, LossSpec, OperationLog
 from agentjet.compute.rank import PolicyHost, Rank
 from agentjet.config import JobConfig, OptimizerConfig, SamplerConfig
 from agentjet.errors import ComputeError, OperationConflict, RecipeError
@@ -38,6 +37,7 @@ from agentjet.timeline.forest import Row, build_forest
 from agentjet.types import Op, PolicyId, SamplingParams
 from tests.compute.baseline import Double, row_logprobs
 from tests.compute.conftest import make_policy, model_config, sampled_rows, tokens
+from tests.compute.direct import learn_directly
 from tests.compute.test_locks import digest
 from tests.recipes.batches import advantages, make_batch
 
@@ -94,10 +94,10 @@ def test_a_batch_without_a_contributing_target_moves_nothing(tiny_folder: Path) 
     """Momentum of the batch before would move the weights."""
     policy = make_policy(tiny_folder)
     learner = PolicyLearner(policy)
-    learner.learn(build_forest(sampled_rows(policy, seed=1)), JobConfig(), 0)
+    learn_directly(learner, build_forest(sampled_rows(policy, seed=1)), JobConfig(), 0)
     assert learner.weights_changed()["weights/learner"] == 1.0
     forest = build_forest(sampled_rows(policy, seed=2))
-    metrics = learner.learn(forest.with_columns(advantage=0 * forest["advantage"]), JobConfig(), 1)
+    metrics = learn_directly(learner, forest.with_columns(advantage=0 * forest["advantage"]), JobConfig(), 1)
     assert learner.weights_changed()["weights/learner"] == 0.0
     assert (metrics["optim/steps"], metrics["optim/grad_norm"], metrics["optim/skipped_steps"]) == (0.0, 0.0, 0.0)
 
@@ -229,7 +229,7 @@ def test_a_batch_that_is_loaded_once_gives_the_same_weights(tiny_folder: Path) -
     op = Op.of(POLICY, 0)
     for number in range(3):
         batch = TrainingBatch(number, build_forest(sampled_rows(direct.policy, seed=number)))
-        direct.learn(batch.forest, JOB, number)
+        learn_directly(direct, batch.forest, JOB, number)
         hosted.load_batch(passed_through_a_pipe(batch))
         for step in range(4):
             outputs = hosted.forward_backward(op, number, LossSpec.of(JOB, step))

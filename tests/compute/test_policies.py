@@ -28,13 +28,12 @@ import pytest
 import torch
 
 from agentjet.compute.backend import ProcessCompute
-from agentjet.compute.embedded.model import BaseModel
-from agentjet.compute.embedded.policy import Policy
-from agentjet.compute.embedded.sampler import ModelSampler
-from agentjet.compute.operations import learn
-from agentjet.compute.protocol import LossSpec
+from agentjet.compute.model import BaseModel
+from agentjet.compute.policy import Policy
+from agentjet.compute.protocol import LossSpec, learn
 from agentjet.compute.rank import Rank
 from agentjet.compute.ranks import Ranks
+from agentjet.compute.sampler import ModelSampler
 from agentjet.config import JobConfig, LoraConfig, ModelConfig, OptimizerConfig, SamplerConfig, ServeConfig
 from agentjet.errors import (
     ComputeError,
@@ -45,6 +44,7 @@ from agentjet.errors import (
     WorkerDied,
     WorkerHung,
 )
+from agentjet.processes.guardian import ProcessEnd
 from agentjet.processes.rpc import Peer, ProcessRequest
 from agentjet.processes.supervisor import Watchdog
 from agentjet.timeline.batch import TrainingBatch
@@ -176,7 +176,7 @@ def test_paused_completions_that_hold_the_cache_let_the_worker_wait(tiny_folder:
     sampler = ModelSampler(base.policy, 8, 256)
     sampler.submit(1, tokens(1, 150), SamplingParams(max_tokens=20), one)
     sampler.step()
-    sampler.pause(one)
+    sampler.paused.add(one)
     sampler.submit(2, tokens(1, 150), SamplingParams(max_tokens=20), other)
     assert sampler.step() == [] and sampler.is_idle
     sampler.invalidate(one)
@@ -421,11 +421,11 @@ class Stubborn:
     place, log_path = "", Path("worker.log")
 
     def __init__(self) -> None:
-        self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.ended: asyncio.Future[ProcessEnd] = asyncio.get_running_loop().create_future()
 
     async def stop(self) -> None:
         if not self.ended.done():
-            self.ended.set_result("ended by SIGKILL")
+            self.ended.set_result(ProcessEnd("ended by SIGKILL"))
 
 
 async def started(process: Stubborn, timeout: float) -> tuple[Ranks, socket.socket]:

@@ -19,10 +19,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentjet.compute.embedded.attention import ForestPlan
-from agentjet.compute.embedded.learner import PolicyLearner
-from agentjet.compute.embedded.passes import PrefixPass
-from agentjet.compute.embedded.policy import Policy
+from agentjet.compute.attention import ForestPlan
+from agentjet.compute.learner import PolicyLearner
+from agentjet.compute.passes import PrefixPass
+from agentjet.compute.policy import Policy
 from agentjet.timeline.forest import Forest, ForestChunk, Row, build_forest, call_row
 from tests.cluster.rank_cases import gradients, policy_of
 from tests.compute.conftest import bytes_kept, make_policy, tokens

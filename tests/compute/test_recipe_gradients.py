@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentjet.compute.embedded.learner import PolicyLearner
-from agentjet.compute.embedded.policy import Policy
+from agentjet.compute.learner import PolicyLearner
+from agentjet.compute.policy import Policy
 from agentjet.compute.protocol import LossSpec
 from agentjet.config import JobConfig
 from agentjet.recipes.policy_gradient import PolicyGradient

@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from agentjet.compute.embedded.learner import PolicyLearner
-from agentjet.compute.embedded.model import prefix_sharing_obstacle
-from agentjet.compute.embedded.passes import RowPass
-from agentjet.compute.embedded.policy import Policy, find_logit_transform
-from agentjet.compute.embedded.sampler import ModelSampler
+from agentjet.compute.learner import PolicyLearner
+from agentjet.compute.model import prefix_sharing_obstacle
+from agentjet.compute.passes import RowPass
+from agentjet.compute.policy import Policy, find_logit_transform
 from agentjet.compute.protocol import LossSpec
 from agentjet.compute.rank import Rank
+from agentjet.compute.sampler import ModelSampler
 from agentjet.config import JobConfig, OptimizerConfig, SamplerConfig
 from agentjet.errors import ConfigError
 from agentjet.timeline.batch import TrainingBatch
@@ -45,6 +45,7 @@ from tests.compute.baseline import (
     row_logprobs,
 )
 from tests.compute.conftest import make_endless, make_policy, model_config, run, sampled_rows, tokens
+from tests.compute.direct import learn_directly
 
 
 def in_double(policy: Policy) -> None:
@@ -140,8 +141,8 @@ def test_tokens_computed_are_those_of_the_padded_rows(folder_of: Callable[[str],
     forest = build_forest(episodes(policy))
     leaves = np.flatnonzero(forest.end == np.arange(forest.num_nodes) + 1)
     lengths = forest.depth[leaves] + 1
-    together = PolicyLearner(policy).learn(forest, JobConfig(), 0)["forest/tokens_computed"]
-    apart = PolicyLearner(policy).learn(forest, JobConfig(micro_batch_tokens=16), 1)["forest/tokens_computed"]
+    together = learn_directly(PolicyLearner(policy), forest, JobConfig(), 0)["forest/tokens_computed"]
+    apart = learn_directly(PolicyLearner(policy), forest, JobConfig(micro_batch_tokens=16), 1)["forest/tokens_computed"]
     assert together == len(leaves) * lengths.max()
     assert apart == lengths.sum() > forest.num_nodes
 

@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 import torch
 
-from agentjet.compute.embedded.policy import Policy
-from agentjet.compute.embedded.sampler import ModelSampler
+from agentjet.compute.policy import Policy
+from agentjet.compute.sampler import ModelSampler
 from agentjet.compute.token_choice import sample_tokens, truncate
 from agentjet.errors import OutOfCache
-from agentjet.timeline.support import EVERYTHING, decode_set
+from agentjet.timeline.forest import EVERYTHING, decode_set
 from agentjet.types import SamplingParams
 from tests.compute.conftest import check_same, make_endless, make_policy, run, sampler_of, tokens
 

@@ -17,12 +17,12 @@ import numpy as np
 import pytest
 import torch
 
-from agentjet.compute.embedded.distributions import ValueModel
-from agentjet.compute.embedded.learner import PolicyLearner
-from agentjet.compute.embedded.model import BaseModel
-from agentjet.compute.embedded.sampler import ModelSampler
+from agentjet.compute.learner import PolicyLearner
+from agentjet.compute.model import BaseModel
+from agentjet.compute.passes import ValueModel
 from agentjet.compute.protocol import Capabilities, LossSpec, check_capabilities
 from agentjet.compute.rank import PolicyHost
+from agentjet.compute.sampler import ModelSampler
 from agentjet.config import JobConfig, OptimizerConfig, ServeConfig
 from agentjet.errors import ConfigError, RecipeError
 from agentjet.recipes.policy_gradient import PolicyGradient
@@ -32,6 +32,7 @@ from agentjet.timeline.forest import Row, build_forest
 from agentjet.types import Op, PolicyId
 from tests.compute.baseline import episodes, relative, row_logprobs
 from tests.compute.conftest import make_policy, model_config, sampled_rows
+from tests.compute.direct import learn_directly
 from tests.compute.test_locks import recorded_batch, training_batch
 
 RATE = OptimizerConfig(lr=1e-3)
@@ -89,7 +90,7 @@ def test_heads_learn_the_returns(tiny_folder: Path) -> None:
     job = JobConfig(
         recipe=make_recipe({"name": "ppo", "lam": 1.0, "value_lr": 0.3}), optimizer=OptimizerConfig(lr=1e-4)
     )
-    found = [learner.learn(batch.forest, job, version, facts) for version in range(40)]
+    found = [learn_directly(learner, batch.forest, job, version, facts) for version in range(40)]
     assert found[0]["critic/explained_variance"] == 0 and found[0]["critic/loss"] == pytest.approx(0.5)
     assert found[-1]["critic/explained_variance"] > 0.5 and found[-1]["critic/loss"] < 0.25
 
@@ -153,28 +154,28 @@ def test_state_changes_with_the_optimiser_step_of_the_last_step(tiny_folder: Pat
     policy = make_policy(tiny_folder)
     learner, forest = PolicyLearner(policy), build_forest(sampled_rows(policy))
     job = JobConfig(recipe=Counting(epochs=2), optimizer=RATE)
-    counts = [learner.learn(forest, job, version)["count"] for version in range(3)]
+    counts = [learn_directly(learner, forest, job, version)["count"] for version in range(3)]
     assert counts == [0, 1, 2] and learner.recipe_states == {"counting": {"count": 3.0}}
     infinite = forest.with_columns(advantage=np.full(forest.num_targets, np.inf))
-    learner.learn(infinite, job, 3)
+    learn_directly(learner, infinite, job, 3)
     assert learner.recipe_states == {"counting": {"count": 3.0}}, "a skipped step"
-    learner.learn(forest, JobConfig(recipe=make_recipe("grpo"), optimizer=RATE), 4)
-    assert learner.learn(forest, job, 5)["count"] == 3, "after a batch of another recipe"
+    learn_directly(learner, forest, JobConfig(recipe=make_recipe("grpo"), optimizer=RATE), 4)
+    assert learn_directly(learner, forest, job, 5)["count"] == 3, "after a batch of another recipe"
     with pytest.raises(RecipeError, match=r"the recipe 'counting': `next_state` returned {'count': inf} instead of"):
-        learner.learn(forest, JobConfig(recipe=Counting.model_construct(name="counting", result=math.inf)), 6)
+        learn_directly(learner, forest, JobConfig(recipe=Counting.model_construct(name="counting", result=math.inf)), 6)
 
 
 def test_a_policy_that_diverged_leaves_the_state_and_does_not_blame_the_recipe(tiny_folder: Path) -> None:
     policy = make_policy(tiny_folder)
     learner, forest = PolicyLearner(policy), build_forest(sampled_rows(policy))
     job = JobConfig(recipe=make_recipe("adaptive_kl"), optimizer=RATE)
-    learner.learn(forest, job, 0)
+    learn_directly(learner, forest, job, 0)
     state = dict(learner.recipe_states)
     with torch.no_grad():
         for master in learner.masters():
             master.fill_(math.nan)
     learner._copy_masters()
-    assert learner.learn(forest, job, 1)["weights/finite"] == 0
+    assert learn_directly(learner, forest, job, 1)["weights/finite"] == 0
     assert learner.recipe_states == state
 
 
@@ -213,7 +214,7 @@ def test_a_teacher_grades_the_tokens(tiny_folder: Path) -> None:
     with torch.no_grad():
         for p in policy.trainable().values():
             p.mul_(0.9)
-    gaps = [learner.learn(forest, JobConfig(recipe=recipe, optimizer=RATE), v, None) for v in range(1)]
+    gaps = [learn_directly(learner, forest, JobConfig(recipe=recipe, optimizer=RATE), v, None) for v in range(1)]
     assert gaps[0]["policy/teacher_kl"] == pytest.approx(float((forest["logprob"] - found["teacher"]).mean()), abs=1e-5)
 
 

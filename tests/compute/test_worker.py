@@ -22,12 +22,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from agentjet.compute import checkpoint
 from agentjet.compute.backend import ProcessCompute
-from agentjet.compute.embedded import checkpoint
-from agentjet.compute.embedded.learner import PolicyLearner
-from agentjet.compute.embedded.model import load_policy
-from agentjet.compute.embedded.policy import Policy
-from agentjet.compute.operations import learn
+from agentjet.compute.learner import PolicyLearner
+from agentjet.compute.model import load_policy
+from agentjet.compute.policy import Policy
+from agentjet.compute.protocol import learn
 from agentjet.config import JobConfig, ServeConfig
 from agentjet.errors import (
     CheckpointError,
@@ -41,8 +41,7 @@ from agentjet.errors import (
 )
 from agentjet.processes.rpc import Message, Peer
 from agentjet.timeline.batch import TrainingBatch
-from agentjet.timeline.forest import Forest, build_forest, call_row
-from agentjet.timeline.support import EVERYTHING
+from agentjet.timeline.forest import EVERYTHING, Forest, build_forest, call_row
 from agentjet.types import Op, PolicyId, SamplingParams
 from tests.compute.conftest import pid_of, tokens
 

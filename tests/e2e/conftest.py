@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from agentjet.research.subject import Subject
+from agentjet.research.models import Subject
 from tests.e2e.researching import make_subject
 
 

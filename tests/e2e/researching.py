@@ -9,8 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from agentjet.research.models import Arm, Hypothesis, Study
-from agentjet.research.subject import Subject
+from agentjet.research.models import Arm, Hypothesis, Study, Subject
 from tests.e2e.server import PATIENCE, Server, environment
 from tests.tiny import make_model
 

@@ -19,8 +19,7 @@ import pytest
 
 from agentjet.cli import example, load_example
 from agentjet.cli.research import local_slots
-from agentjet.research.campaign.models import Intervention
-from agentjet.research.campaign.strategist import overridden
+from agentjet.research.campaign.strategist import Intervention, overridden
 from agentjet.research.campaign.subject_repo import SubjectRepo
 from agentjet.research.models import Trial
 from agentjet.research.swarm_runner import SwarmRunner

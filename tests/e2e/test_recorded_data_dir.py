@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from agentjet.compute.embedded.checkpoint import verified_state
+from agentjet.compute.checkpoint import verified_state
 from agentjet.swarm import Journal
 from agentjet.types import JOURNAL
 from tests.e2e.server import Server

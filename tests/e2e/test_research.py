@@ -19,8 +19,7 @@ import pytest
 from agentjet.cli.research import LocalServerSlot, local_slots
 from agentjet.errors import ConfigError
 from agentjet.research.journal import StudyFolder, read_log
-from agentjet.research.models import Trial
-from agentjet.research.subject import Subject
+from agentjet.research.models import Subject, Trial
 from agentjet.research.swarm_runner import SwarmRunner
 from tests.e2e.researching import AGENT, LONG, STEPS, Researcher, children, scores_of, study_of
 from tests.e2e.server import is_running

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from agentjet.research.journal import StudyFolder, read_log
-from agentjet.research.report.facts import StudyView
-from agentjet.research.subject import Subject
+from agentjet.research.models import Subject
+from agentjet.research.report import StudyView
 from tests.e2e.researching import LONG, Researcher, server_options, study_of
 from tests.e2e.server import Server
 

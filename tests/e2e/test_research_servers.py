@@ -15,8 +15,7 @@ import pytest
 from agentjet import Swarm
 from agentjet.errors import ConfigError
 from agentjet.research.journal import StudyFolder, read_log
-from agentjet.research.models import Arm, Hypothesis, Knob, Study, Trial
-from agentjet.research.subject import Subject
+from agentjet.research.models import Arm, Hypothesis, Knob, Study, Subject, Trial
 from agentjet.research.swarm_runner import SharedServerSlot, SwarmRunner
 from tests.e2e.researching import LONG, STEPS, Researcher, admin_of, server_options
 from tests.e2e.server import Server

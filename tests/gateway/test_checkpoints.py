@@ -46,7 +46,7 @@ import pytest
 
 from agentjet.cli.checkpoints import branch
 from agentjet.cli.server_process import check_data_dir
-from agentjet.compute.embedded.checkpoint import seal
+from agentjet.compute.checkpoint import seal
 from agentjet.errors import CheckpointError, ComputeError, ConfigError, Conflict, Later, Unavailable
 from agentjet.protocol import AbortRequest, BeginRequest, EpisodeTree, EvaluationRequest, RunSettings
 from agentjet.server.run_policies import whole_model

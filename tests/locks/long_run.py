@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from agentjet.compute.embedded.checkpoint import seal
+from agentjet.compute.checkpoint import seal
 from agentjet.config import JobConfig
 from agentjet.swarm import Batch, EpisodeRecord, Journal
 from agentjet.swarm.journal import encode_call

@@ -18,9 +18,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from agentjet.compute.embedded.learner import PolicyLearner
-from agentjet.compute.embedded.model import load_policy
-from agentjet.compute.embedded.rank_group import RankGroup, Rendezvous, Sharding, join
+from agentjet.compute.learner import PolicyLearner, RankGroup, Rendezvous, Sharding, join
+from agentjet.compute.model import load_policy
 from agentjet.compute.rank import make_deterministic
 from agentjet.config import JobConfig, ModelConfig
 from agentjet.swarm import Journal, SwarmState
@@ -28,6 +27,7 @@ from agentjet.timeline.batch import TrainingBatch
 from agentjet.types import JOURNAL, SOLE_POLICY
 from bench.scaling.faults import make_sampler_python
 from tests.cluster.rank_cases import whole
+from tests.compute.direct import learn_directly
 from tests.compute.test_locks import machine
 from tests.e2e.server import Server, are_equal
 from tests.locks.data_dirs import DEMO, MACHINE, unpack
@@ -77,7 +77,7 @@ def learn(learner: PolicyLearner, run: Recorded) -> tuple[Weights, list[int]]:
     """Learns the batches; returns digest and fingerprint of the weights after each."""
     weights, fingerprints = [], []
     for batch, job in run.batches:
-        learner.learn(batch.forest, job, batch.id, batch.facts)
+        learn_directly(learner, batch.forest, job, batch.id, batch.facts)
         learner.weights_changed()
         fingerprints.append(learner.fingerprint)
         found = hashlib.sha256()

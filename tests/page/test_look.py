@@ -60,16 +60,16 @@ def hostile_study(folder: Path) -> None:
         book = rich_book()
         text = json.dumps(book.study.to_json() if book.study else {})
         assert "<help>" in text and "d|<i>" in text
-        journal.append("study", json.loads(text))
+        journal.entry("study", json.loads(text))
         for trial in book.trials.values():
-            journal.append("intent", {"key": trial.id, "trial": trial.to_json()})
+            journal.entry("intent", {"key": trial.id, "trial": trial.to_json()})
             for outcome in book.outcomes.get(trial.id, ()):
-                journal.append("outcome", outcome.to_json())
+                journal.entry("outcome", outcome.to_json())
         for name, content in book.decisions.items():
             journal.decide(name, content)
         for diagnoses in book.diagnoses.values():
             for diagnosis in diagnoses:
-                journal.append("diagnosis", {**diagnosis.to_json(), "seen": HOSTILE})
+                journal.entry("diagnosis", {**diagnosis.to_json(), "seen": HOSTILE})
 
 
 @pytest.fixture(scope="module")

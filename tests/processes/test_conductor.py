@@ -22,7 +22,7 @@ import pytest
 
 from agentjet.errors import ComputeError, ConfigError
 from agentjet.processes.guardian import Launch
-from agentjet.processes.ray_placement import RayPlacement, RayProcess
+from agentjet.processes.supervisor import RayPlacement, RayProcess
 from tests.processes.raylets import LocalCluster
 
 pytestmark = [pytest.mark.needs("ray"), pytest.mark.anyio, pytest.mark.thorough]
@@ -82,7 +82,7 @@ async def gone(*processes: psutil.Process) -> bool:
 
 
 async def reason(process: Sleeper) -> str:
-    return await asyncio.wait_for(asyncio.shield(process.launched.ended), 60)
+    return (await asyncio.wait_for(asyncio.shield(process.launched.ended), 60)).reason
 
 
 def conductor_of(gateway: psutil.Process) -> psutil.Process:
@@ -141,7 +141,7 @@ async def test_a_killed_conductor(ray_cluster: LocalCluster, tmp_path: Path) -> 
 GATEWAY = """
 import asyncio, psutil, sys
 from pathlib import Path
-from agentjet.processes.ray_placement import RayPlacement, RayProcess
+from agentjet.processes.supervisor import RayPlacement, RayProcess
 from tests.processes.test_conductor import conductor_of, started
 
 async def main():

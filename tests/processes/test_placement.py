@@ -11,7 +11,7 @@ import pytest
 
 from agentjet.errors import ComputeError, ConfigError
 from agentjet.processes.guardian import Launch
-from agentjet.processes.placement import LocalPlacement
+from agentjet.processes.supervisor import LocalPlacement
 
 
 def test_processes_that_start_together_get_different_gpus(tmp_path: Path) -> None:
@@ -32,17 +32,17 @@ def test_processes_that_start_together_get_different_gpus(tmp_path: Path) -> Non
 async def test_a_rank_and_a_replica_share_a_gpu(tmp_path: Path) -> None:
     placement, log = LocalPlacement(lambda: ["0", "1", "2"]), tmp_path / "a.log"
 
-    async def gpus(name: str, beside: str) -> Sequence[str]:
-        process = await placement.start(Launch(name, ("/bin/sleep", "600"), log, gpus=1, beside=beside))
-        return process.gpus
+    async def gpus(name: str, group: str, beside: str) -> Sequence[str]:
+        launch = Launch(name, ("/bin/sleep", "600"), log, gpus=1, group=group, beside=beside)
+        return (await placement.start(launch)).gpus
 
-    assert await gpus("p/rank-0.1", "p/replica-") == ["0"]
-    assert await gpus("p/replica-1", "p/rank-") == ["0"]
-    assert await gpus("p/replica-2", "p/rank-") == ["1"]
-    assert await gpus("p/rank-1.1", "p/replica-") == ["1"]
-    assert await gpus("q/rank-0.1", "q/replica-") == ["2"]
+    assert await gpus("p/rank-0.1", "ranks of p", "replicas of p") == ["0"]
+    assert await gpus("p/replica-1", "replicas of p", "ranks of p") == ["0"]
+    assert await gpus("p/replica-2", "replicas of p", "ranks of p") == ["1"]
+    assert await gpus("p/rank-1.1", "ranks of p", "replicas of p") == ["1"]
+    assert await gpus("q/rank-0.1", "ranks of q", "replicas of q") == ["2"]
     with pytest.raises(ComputeError, match="p/replica-3 needs 1 GPUs, and 0 of 3 are free"):
-        await gpus("p/replica-3", "p/rank-")
+        await gpus("p/replica-3", "replicas of p", "ranks of p")
     await placement.close()
 
 

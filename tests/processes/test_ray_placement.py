@@ -18,10 +18,9 @@ import psutil
 import pytest
 
 from agentjet.errors import ConfigError, Later
-from agentjet.processes import guardian, ray_placement
+from agentjet.processes import guardian, supervisor
 from agentjet.processes.guardian import Launch, RayActor
-from agentjet.processes.ray_placement import RayPlacement, check_ray
-from agentjet.processes.supervisor import Supervisor
+from agentjet.processes.supervisor import RayPlacement, Supervisor, check_ray
 
 GUARDIAN = Path(guardian.__file__).read_text()
 
@@ -59,7 +58,7 @@ async def test_a_cluster_that_went_away_is_asked_again(tmp_path: Path, monkeypat
         return conductors.pop(0)
 
     monkeypatch.setattr(Supervisor, "start", start)
-    monkeypatch.setattr(ray_placement, "check_ray", lambda address: None)  # The conductor is a fake: it needs no Ray.
+    monkeypatch.setattr(supervisor, "check_ray", lambda address: None)  # The conductor is a fake: it needs no Ray.
     placement = RayPlacement("127.0.0.1", "auto", tmp_path)
     with pytest.raises(ConfigError, match="nothing listens there"):
         await placement.num_gpus()
@@ -106,7 +105,7 @@ def test_the_end_of_a_process(
     (tmp_path / "log").touch()
     kept = keeper(tmp_path / folder / "log", sys.executable, "-c", program, shared=False)
     _, pid, problem = kept.start()
-    assert pid and not problem and kept.wait() == f"ended with {end.format(tmp_path)}"
+    assert pid and not problem and kept.wait()[0] == f"ended with {end.format(tmp_path)}"
 
 
 def test_stop_waits_for_the_end(tmp_path: Path) -> None:
@@ -116,4 +115,4 @@ def test_stop_waits_for_the_end(tmp_path: Path) -> None:
     children = psutil.Process(pid).children()
     kept.stop()
     assert not psutil.pid_exists(pid) and not any(child.is_running() for child in children)
-    assert kept.wait() == f"ended by SIGKILL; see {tmp_path}/log"
+    assert kept.wait() == (f"ended by SIGKILL; see {tmp_path}/log", None, "")

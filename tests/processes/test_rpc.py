@@ -32,7 +32,7 @@ from hypothesis import strategies as st
 
 from agentjet.errors import ComputeError, WorkerDied
 from agentjet.processes import rpc
-from agentjet.processes.guardian import Launch
+from agentjet.processes.guardian import Launch, ProcessEnd
 from agentjet.processes.rpc import (
     IDS,
     PART_BYTES,
@@ -66,11 +66,11 @@ class Endless:
     place, log_path = "here", Path("log")
 
     def __init__(self) -> None:
-        self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.ended: asyncio.Future[ProcessEnd] = asyncio.get_running_loop().create_future()
 
     async def stop(self) -> None:
         if not self.ended.done():
-            self.ended.set_result("was stopped")
+            self.ended.set_result(ProcessEnd("was stopped"))
 
 
 class Nowhere:

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from agentjet.errors import InvalidRequest, Later
-from agentjet.rendering.grammar import GrammarTrials, OutputStyle, _tried_in_a_fork, write_grammar
+from agentjet.rendering.grammar import GrammarTrials, _tried_in_a_fork, write_grammar
+from agentjet.rendering.renderer import OutputStyle
 from agentjet.types import Constraint
 
 pytestmark = pytest.mark.anyio

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentjet.rendering.grammar import TOOL_FORMATS, parse_completion
+from agentjet.rendering.renderer import TOOL_FORMATS, parse_completion
 from agentjet.types import Message, ToolCall
 
 

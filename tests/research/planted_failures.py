@@ -30,8 +30,7 @@ from scipy import stats
 
 from agentjet.research.diagnosis import diagnose
 from agentjet.research.journal import StudyLog
-from agentjet.research.models import Arm, Outcome, Study, Trial
-from agentjet.research.records import Setting, Value
+from agentjet.research.models import Arm, Outcome, Setting, Study, Trial, Value
 from agentjet.research.scheduler import TrialLauncher, seed_of
 from tests.research.world import Launches
 

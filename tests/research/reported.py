@@ -65,7 +65,7 @@ def rich_book() -> StudyLog:
     assert [finding.verdict for finding in findings] == VERDICTS
     ill = next(outcomes[0].trial for outcomes in log.outcomes.values() if outcomes[0].end == "diverged")
     diagnosis = Diagnosis(ill, "kl_blow_up", "policy/kl reached 7.3", "too fast", {"kl": 7.3})
-    log.append("diagnosis", diagnosis.to_json())
+    log.entry("diagnosis", diagnosis.to_json())
     return log
 
 

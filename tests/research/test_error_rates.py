@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from agentjet.research.report.facts import FIFTH, SIMULATED
+from agentjet.research.report import FIFTH, SIMULATED
 from agentjet.research.statistics import nominal_level, read
 from bench.error_rates import ALPHA, CLAIMS, INTERESTS, LOOKS, UNEQUAL, called, draw, looked_at, main, single, worst
 

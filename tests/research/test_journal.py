@@ -37,9 +37,9 @@ def written(path: Path) -> StudyLog:
     """A study, a launch and its outcome, with the acknowledgement that earlier versions wrote."""
     journal = StudyLog(path)
     journal.open_study(STUDY)
-    journal.append("intent", {"key": "k", "trial": TRIAL.to_json()})
+    journal.entry("intent", {"key": "k", "trial": TRIAL.to_json()})
     journal.entry("ack", {"key": "k"})
-    journal.append("outcome", Outcome(TRIAL.id, "completed", score=1 / 3).to_json())
+    journal.entry("outcome", Outcome(TRIAL.id, "completed", score=1 / 3).to_json())
     journal.decide("rungs", [1.0])
     journal.close()
     return journal

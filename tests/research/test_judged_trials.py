@@ -26,8 +26,7 @@ from agentjet.client import AsyncSwarm
 from agentjet.errors import AgentJetError, ConfigError
 from agentjet.research import arm_process
 from agentjet.research.arm_process import ArmClient, ArmFailed, ArmOrder
-from agentjet.research.models import Address, Outcome, Trial
-from agentjet.research.subject import Subject
+from agentjet.research.models import Address, Outcome, Subject, Trial
 from agentjet.research.trial_process import JudgedEpisodes, TrialOrder, TrialProcess
 from agentjet.types import Task
 

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from agentjet.errors import ConfigError
-from agentjet.research.models import Arm, Finding, Hypothesis, Knob, Outcome, Study, Trial
-from agentjet.research.records import shortened
+from agentjet.research.models import Arm, Finding, Hypothesis, Knob, Outcome, Study, Trial, shortened
 from tests.research.world import STUDY
 
 

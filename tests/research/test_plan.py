@@ -13,10 +13,10 @@ import pytest
 
 from agentjet.errors import ConfigError
 from agentjet.research.journal import StudyLog
+from agentjet.research.models import Subject
 from agentjet.research.plan import Space, check_job, plan, read_space
 from agentjet.research.report import plan_page
 from agentjet.research.scheduler import conduct, estimate_cost
-from agentjet.research.subject import Subject
 from tests.research.world import STUDY, Formula
 
 SUBJECT = Subject("tiny", "agent.py:agent", "tasks.jsonl", "held_out.jsonl", steps=30)

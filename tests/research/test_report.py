@@ -23,11 +23,9 @@ import pytest
 
 from agentjet.errors import ConfigError
 from agentjet.research.journal import StudyFolder, StudyLog
-from agentjet.research.models import Arm, Diagnosis
-from agentjet.research.report import build, check, render
-from agentjet.research.report.facts import StudyView, gather, read_study
+from agentjet.research.models import Arm, Diagnosis, Subject
+from agentjet.research.report import StudyView, build, check, gather, read_study, render
 from agentjet.research.scheduler import conduct
-from agentjet.research.subject import Subject
 from tests.research.reported import RICH, VERDICTS, Told, interrupted, rich_book
 from tests.research.world import STUDY, Formula, hill
 
@@ -209,7 +207,7 @@ def test_a_verdict_on_untested_runs_is_qualified() -> None:
     for trial in list(log.trials.values()):
         if trial.phase == "confirm" and trial.arm == "a":
             diagnosis = Diagnosis(trial.id, "too_hard", "all earn 0", meaning="nothing was tested")
-            log.append("diagnosis", diagnosis.to_json())
+            log.entry("diagnosis", diagnosis.to_json())
     assert "confirming runs of “a” are diagnosed as too hard: nothing was tested." in markdown(log)
 
 

@@ -13,10 +13,8 @@ from dataclasses import dataclass, replace
 import pytest
 
 from agentjet.research.journal import StudyLog
-from agentjet.research.models import Arm, Finding, Hypothesis, Outcome, Study, Trial
-from agentjet.research.records import Setting
-from agentjet.research.report import render
-from agentjet.research.report.facts import StudyView
+from agentjet.research.models import Arm, Finding, Hypothesis, Outcome, Setting, Study, Trial
+from agentjet.research.report import StudyView, render
 from agentjet.research.scheduler import (
     Evidence,
     OutOfBudget,

@@ -33,9 +33,7 @@ from agentjet.errors import AgentJetError, ConfigError
 from agentjet.protocol import EpisodeList, Event
 from agentjet.research.arm_process import ArmClient, ArmFailed
 from agentjet.research.diagnosis import Signals
-from agentjet.research.models import Address, Outcome, Trial
-from agentjet.research.records import Setting, canonical
-from agentjet.research.subject import Subject
+from agentjet.research.models import Address, Outcome, Setting, Subject, Trial, canonical
 from agentjet.research.swarm_runner import MAX_SERVINGS, ServerUnavailable, SwarmRunner, check_weights
 from agentjet.research.trial_process import RunRecord, TrialOrder, TrialProcess, scoring, weight_changes
 from tests.research.world import FakeSlot

@@ -5,19 +5,17 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
-from typing import Any
 
 import numpy as np
 
 from agentjet.errors import AgentJetError
-from agentjet.research.journal import StudyKind, StudyLog
-from agentjet.research.models import Address, Arm, Hypothesis, Knob, Outcome, Study, Trial
-from agentjet.research.records import Setting, canonical
+from agentjet.research.journal import JournalEntry, StudyLog
+from agentjet.research.models import Address, Arm, Hypothesis, Knob, Outcome, Setting, Study, Trial, canonical
 from agentjet.research.swarm_runner import RunningServer, ServerUnavailable
 
 KNOB = Knob("lr", (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0))
@@ -94,17 +92,17 @@ class Doomed(StudyLog):
         self._doom = (number, moment)
         super().__init__(path)
 
-    def append(self, kind: StudyKind, body: Mapping[str, Any]) -> None:
+    def entry(self, kind: str, content: object, because: Sequence[int] = (), *, key: str = "") -> JournalEntry:
         number, moment = self._doom
         if len(self.entries) < number:
-            super().append(kind, body)
-            return
+            return super().entry(kind, content, because, key=key)
         if moment == "within":
             assert self._database
             self._database.execute("BEGIN")
         if moment != "before":
-            super().append(kind, body)
+            super().entry(kind, content, because, key=key)
         os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError("a killed process goes on")
 
 
 def killed(work: Callable[[], object]) -> None:

@@ -28,9 +28,8 @@ from agentjet.errors import InvalidRequest, TooLarge
 from agentjet.front.concurrency import LARGE, from_thread, offload
 from agentjet.front.dialects.completions import ChatBody
 from agentjet.front.dialects.messages import MessagesBody
-from agentjet.front.http import Limits
+from agentjet.front.http import Limits, count_values, parse_body
 from agentjet.front.prompts import prepare_prompt
-from agentjet.front.requests import count_values, parse_body
 from tests.server.serving import TOKEN, VIEWER, Served, serving
 
 pytestmark = pytest.mark.anyio
@@ -206,7 +205,7 @@ async def test_bodies_and_prompts_of_large_requests_are_prepared_in_threads(
         return lambda *args, **named: (threads.update({name: threading.get_ident()}), function(*args, **named))[1]
 
     monkeypatch.setattr("agentjet.front.concurrency.LARGE", 1)
-    monkeypatch.setattr("agentjet.front.requests.parse_body", noting("body", parse_body))
+    monkeypatch.setattr("agentjet.front.http.parse_body", noting("body", parse_body))
     monkeypatch.setattr("agentjet.front.calls.prepare_prompt", noting("prompt", prepare_prompt))
     async with serving(tmp_path / "d", job={"max_tokens": 8}) as served:
         form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "integer"}}}

@@ -15,7 +15,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from agentjet.timeline.support import unpack_sets
+from agentjet.swarm.journal import unpack_sets
 from agentjet.types import ModelInfo, SamplingParams
 from tests.fakes import Script
 from tests.server.serving import serving

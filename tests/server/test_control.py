@@ -23,7 +23,7 @@ import pytest
 
 from agentjet.config import ServerConfig
 from agentjet.errors import CheckpointError
-from agentjet.front.requests import allowed_hosts
+from agentjet.front.http import allowed_hosts
 from agentjet.server.app import create_app
 from tests.fakes import running
 from tests.server.serving import ADMIN, bearer, serving

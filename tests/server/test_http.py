@@ -15,8 +15,7 @@ import pytest
 from agentjet.cli.server_process import all_addresses_line, run
 from agentjet.config import load_config
 from agentjet.errors import ConfigError
-from agentjet.front.http import listen
-from agentjet.front.requests import REQUESTS_A_ROUND, RunMiddleware
+from agentjet.front.http import REQUESTS_A_ROUND, RunMiddleware, listen
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from agentjet.errors import WorkerDied
-from agentjet.front import tracing
 from agentjet.server.monitoring import LogFile, configure_handler, redact
+from agentjet.server.observability import batch_context
 from tests.server.serving import TOKEN, Keys, serving
 
 
@@ -56,7 +56,7 @@ async def test_records_say_what_they_are_about(tmp_path: Path) -> None:
 
 
 def test_a_batch_at_hand_is_named() -> None:
-    with written() as stream, tracing.batch_context(7):
+    with written() as stream, batch_context(7):
         logging.getLogger("some.library").warning("careful")
     logging.getLogger("some.library").warning("nobody writes this")
     assert stream.getvalue().splitlines() == ["WARNING: careful batch_id=7"]

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentjet.compute.operations import body_digest
+from agentjet.compute.protocol import body_digest
 from agentjet.errors import CheckpointError
 from agentjet.swarm import Batch, facts
-from agentjet.timeline.forest import Forest
-from agentjet.timeline.support import EVERYTHING, encode_set, pack_sets
+from agentjet.swarm.journal import pack_sets
+from agentjet.timeline.forest import EVERYTHING, Forest, encode_set
 from agentjet.timeline.tree import context_hash
 from agentjet.types import SOLE_POLICY, Call, CheckpointStamp, Message, NewContext, ToolCall
 from tests.swarm.world import World

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from agentjet.compute.operations import body_digest
+from agentjet.compute.protocol import body_digest
 from agentjet.config import ModelConfig
 from agentjet.errors import ConfigError, InvalidRequest
 from agentjet.protocol import status_of

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentjet.compute.operations import body_digest
+from agentjet.compute.protocol import body_digest
 from agentjet.errors import CheckpointError, Conflict, Later
 from agentjet.protocol import EpisodeQuery
 from agentjet.swarm import EpisodeRecord, Journal

@@ -19,19 +19,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentjet.compute.operations import body_digest
+from agentjet.compute.protocol import body_digest
+from agentjet.swarm.journal import pack_sets, unpack_sets
 from agentjet.timeline.forest import (
+    EVERYTHING,
     Forest,
     Row,
     ancestors,
     build_forest,
     call_row,
+    decode_set,
+    encode_set,
     observations,
     part_of,
     select,
     split,
 )
-from agentjet.timeline.support import EVERYTHING, decode_set, encode_set, pack_sets, unpack_sets
 
 SETS = ((), (b"", b"\0\1\0", b"\1\0\0") * 2, (b"\0\1\0",) * 6)
 """Support sets of rows by their sequence modulo 3: none, a mixture, always the same."""

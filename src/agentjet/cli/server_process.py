@@ -31,9 +31,9 @@ from agentjet.client.threads import exit_with_parent
 from agentjet.compute.backend import ProcessCompute
 from agentjet.config import ServeConfig, ServerConfig, check_models, server_token
 from agentjet.errors import ConfigError, install_extra
+from agentjet.front.calls import Tracing
 from agentjet.front.http import check_certificate, listen, tune_python, uvicorn_config
 from agentjet.front.keys import Keys
-from agentjet.front.tracing import Tracing
 from agentjet.server.app import create_app
 from agentjet.server.gateway import Gateway
 from agentjet.server.monitoring import LogFile, configure_handler, limit_process_logs

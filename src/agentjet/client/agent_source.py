@@ -308,11 +308,17 @@ LONGEST_LINE = 300
 """Longest text of an exception in a message, in characters."""
 
 
+def file_and_function(named: str) -> tuple[str, str]:
+    """The file or module, and the function; the whole name and "" without a colon."""
+    place, colon, function = named.rpartition(":")
+    return (place, function) if colon else (named, "")
+
+
 def load_function(named: str, *, option: str) -> Callable[..., Any]:
     """The function that `option` names: `FILE.py:FUNCTION` or `package.module:function`. Its file can import modules
     beside it. Raises `ConfigError`."""
-    place, colon, name = named.rpartition(":")
-    if not colon or not name or not place:
+    place, name = file_and_function(named)
+    if not name or not place:
         raise ConfigError(f"{option} {named}: expected FILE.py:FUNCTION, or package.module:function")
     _search_current_folder()
     try:

@@ -1,4 +1,4 @@
-"""Checks of user input: arguments of a run or episode, task files, and changes of job settings.
+"""Checks of user input: agents, tasks, arguments of a run or episode, and changes of job settings.
 
 Every error names the key, the value and the way out, and is raised before anything is sent.
 """
@@ -22,6 +22,7 @@ from typing import Any, TypeGuard, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from agentjet.client.agent_source import load_function, one_line
 from agentjet.client.command import Command, payload_json
 from agentjet.errors import ConfigError, InvalidRequest
 from agentjet.types import MAX_TEMPERATURE, MIN_TEMPERATURE, Task, shown
@@ -200,6 +201,16 @@ def check_signature(agent: Callable[..., object], named: str) -> None:
         pass
 
 
+def load_agent(named: str, *, option: str) -> Callable[..., Any]:
+    """Raises `ConfigError` if the agent is missing or has the wrong signature."""
+    agent = load_function(named, option=option)
+    try:
+        check_signature(agent, f"{option} {named}")
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return agent
+
+
 def check_policy(at_version: Any, temperature: Any, seed: int | None, *, of_server: bool, record: bool) -> None:
     """Raises `ValueError` for an invalid policy version or temperature, and for options that exclude each other."""
     if at_version not in (None, "newest") and not (_is_whole(at_version) and at_version >= 0):
@@ -265,6 +276,23 @@ def read_tasks(path: Path) -> list[Task]:
     if not tasks:
         raise ConfigError(f"{path}: the file has no tasks")
     return [task for _, task in tasks.values()]
+
+
+def load_tasks(named: str, *, option: str) -> list[Task]:
+    """Loads tasks from a JSON lines file or a function. Raises `ConfigError`."""
+    if named.endswith(".jsonl"):
+        return read_tasks(Path(named))
+    function = load_function(named, option=option)
+    try:
+        made = function()
+    except (Exception, SystemExit) as error:  # the boundary: the user's function may raise anything
+        raise ConfigError(
+            f"{option} = {named!r}: it is called without arguments, and raised {one_line(error)}"
+        ) from error
+    tasks = list(made) if isinstance(made, list | tuple) else []
+    if not tasks or not all(isinstance(task, Task) for task in tasks):
+        raise ConfigError(f"{option} = {named!r}: the function must return a list of `Task`s, with one in it at least")
+    return tasks
 
 
 def _task(row: Any, number: int, place: str) -> Task:

@@ -1,7 +1,11 @@
 """The weights: the `Compute` protocol and the backends that implement it.
 
-To add a backend, implement `Compute` in a package beside `embedded`, and construct it in `cli.server_process`.
-`operations.OperationLog` keeps order and repetition of operations. `cli.checkpoints` reads checkpoints of `embedded`.
+* The server's process: `backend` hosts each policy with its `ranks` and its `samplers`, which keep a `fleet`.
+* The process of a rank: `rank`, which learns (`learner`, `passes`) and may sample (`sampler`, `cache`). A new kind of
+  attention is a plan in `attention`.
+* The process of a replica: `vllm/`.
+
+To add a backend, implement `Compute`, and construct it in `cli.server_process`.
 """
 
 from agentjet.compute.protocol import Compute

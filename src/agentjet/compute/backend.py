@@ -23,7 +23,9 @@ from typing import Any, cast
 
 import numpy as np
 
-from agentjet.compute.cluster.samplers import (
+from agentjet.compute.protocol import CAPABILITIES, EMBEDDED, Capabilities, LossSpec, Outputs
+from agentjet.compute.ranks import COMPUTE_VARIABLES, STATES, Ranks, Room
+from agentjet.compute.samplers import (
     Autoscaler,
     Samplers,
     StepMeter,
@@ -33,16 +35,12 @@ from agentjet.compute.cluster.samplers import (
     most_on_cpus,
     sampler_python,
 )
-from agentjet.compute.cluster.weights import Publication
-from agentjet.compute.protocol import CAPABILITIES, EMBEDDED, Capabilities, LossSpec, Outputs
-from agentjet.compute.ranks import COMPUTE_VARIABLES, STATES, Ranks, Room
+from agentjet.compute.weights import Publication
 from agentjet.config import ComputeConfig, ModelConfig, OptimizerConfig, ServeConfig
 from agentjet.errors import AgentJetError, ComputeError, ConfigError, PolicyRemoved, WorkerDied
 from agentjet.processes.guardian import Launch
-from agentjet.processes.placement import LocalPlacement, Placement
-from agentjet.processes.ray_placement import RayPlacement
 from agentjet.processes.rpc import Peer
-from agentjet.processes.supervisor import Supervisor, Watchdog, first_of
+from agentjet.processes.supervisor import LocalPlacement, Placement, RayPlacement, Supervisor, Watchdog, first_of
 from agentjet.timeline.batch import TrainingBatch
 from agentjet.types import (
     CheckpointStamp,
@@ -353,7 +351,8 @@ class ProcessCompute:
                 room.log_path(name.removesuffix(f".{group}")),  # The ranks of all groups write to one file.
                 COMPUTE_VARIABLES,
                 gpus=room.gpus,
-                beside=f"{policy}/replica-" if settings.colocated else "",
+                group=f"ranks of {policy}",
+                beside=f"replicas of {policy}" if settings.colocated else "",
                 needs_shared_files=True,  # Checkpoints.
             )
 
@@ -406,7 +405,7 @@ class ProcessCompute:
         """Change the number of replicas of a policy to that of its autoscaler. Called once a second."""
         replicas, fleet, autoscaler = samplers.replicas, samplers.replicas.fleet, samplers.autoscaler
         present, completions = fleet.count, replicas.num_running + replicas.num_waiting
-        samplers.meter.count_waiting(replicas.num_waiting)
+        samplers.meter.waiting.append(replicas.num_waiting)
         if hosted.is_learning and not completions:
             return
         wanted = autoscaler.observe(present, completions)

@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig
 
-from agentjet.compute.embedded.policy import (
+from agentjet.compute.policy import (
     copy_tokenizer_files,
     first_line,
     keep_other_tensors,

@@ -37,23 +37,21 @@ import numpy as np
 import psutil
 import torch
 
-from agentjet.compute.cluster.weights import (
+from agentjet.compute import checkpoint
+from agentjet.compute.learner import PolicyLearner, RankGroup, Rendezvous, chosen_sharding, join
+from agentjet.compute.model import BaseModel, load_policy, reported_download
+from agentjet.compute.passes import score
+from agentjet.compute.policy import Policy, probe_tokens, resolve_device
+from agentjet.compute.protocol import EMBEDDED, FINGERPRINT, LossSpec, OperationLog, Outputs, body_digest
+from agentjet.compute.sampler import ModelSampler
+from agentjet.compute.token_choice import Guide
+from agentjet.compute.weights import (
     PROBE_TOKENS,
     Publication,
     WeightsServer,
     publishes_adapter,
     write_adapter,
 )
-from agentjet.compute.embedded import checkpoint
-from agentjet.compute.embedded.distributions import score
-from agentjet.compute.embedded.learner import PolicyLearner
-from agentjet.compute.embedded.model import BaseModel, load_policy, reported_download
-from agentjet.compute.embedded.policy import Policy, probe_tokens, resolve_device
-from agentjet.compute.embedded.rank_group import RankGroup, Rendezvous, chosen_sharding, join
-from agentjet.compute.embedded.sampler import ModelSampler
-from agentjet.compute.operations import FINGERPRINT, OperationLog, body_digest
-from agentjet.compute.protocol import EMBEDDED, LossSpec, Outputs
-from agentjet.compute.token_choice import Guide
 from agentjet.config import ComputeConfig, ModelConfig, OptimizerConfig, SamplerConfig
 from agentjet.errors import ComputeError, ConfigError, HookHung, OperationConflict, PolicyRemoved
 from agentjet.processes.rpc import Answer, Link, ProcessRequest, Send, answering
@@ -172,7 +170,7 @@ class PolicyHost:
     def _update(self, optimizer: OptimizerConfig) -> dict[str, float]:
         """Change the weights; returns metrics."""
         if self.sampler is not None:
-            self.sampler.pause(self.policy)  # Until the next `publish`, because it shares the weights.
+            self.sampler.paused.add(self.policy)  # Until the next `publish`, because it shares the weights.
         self._is_published = False
         metrics = self.learner.optim_step(optimizer, self.version) | self.learner.weights_changed()
         metrics[FINGERPRINT] = float(self.learner.fingerprint)

@@ -264,7 +264,7 @@ class Ranks:
             reason = f"{fallen.name} failed alone, so the ranks do not agree"
         elif fallen.process is not None:
             done, _ = await asyncio.wait([fallen.process.ended], timeout=REASON_SECONDS)
-            reason = f"{fallen.name} {fallen.process.ended.result()}" if done else reason
+            reason = f"{fallen.name} {fallen.process.ended.result().reason}" if done else reason
         for peer in self._peers:
             peer.close()
         self._stopping = asyncio.create_task(self._stop())  # One that hangs does not notice the end of its connection.

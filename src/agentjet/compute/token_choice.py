@@ -21,7 +21,7 @@ from torch import Tensor
 
 from agentjet.errors import GrammarError
 from agentjet.rendering.vocabulary import Vocabulary
-from agentjet.timeline.support import EVERYTHING, encode_set
+from agentjet.timeline.forest import EVERYTHING, encode_set
 from agentjet.types import ModelInfo, SamplingParams
 
 MAX_GRAMMARS = 16
@@ -133,7 +133,7 @@ def sample_tokens(
     """Sample one token for each of C completions; `of[c]` is the row of `logits` [R, V] that completion c samples from.
 
     `masks[c]` has a bit for each token, lowest first; an empty mask allows every token. Returns the tokens, their
-    log-probabilities, and the set from which each was chosen (see `timeline.support`).
+    log-probabilities, and the set from which each was chosen (see `timeline.forest`).
 
     The log-probabilities are those of the sampled distribution: over the set, after temperature. A greedy completion
     (temperature 0) reports those of temperature 1. If a row has NaN logits or an empty mask, its
@@ -177,7 +177,7 @@ def restrict(logits: Tensor, top_k: int, top_p: float, mask: bytes) -> bytes:
     """Set `logits` [V], after temperature, to -inf outside a mask and then a truncation, in place.
 
     `mask` has a bit for each token, lowest first; an empty one allows every token. Returns the set that remains (see
-    `timeline.support`), and `EVERYTHING` if none remains or nothing is restricted.
+    `timeline.forest`), and `EVERYTHING` if none remains or nothing is restricted.
     """
     if mask:
         allowed = np.unpackbits(np.frombuffer(mask, np.uint8), count=len(logits), bitorder="little")

@@ -38,7 +38,7 @@ from agentjet.front.dialects.dialect import (
     sse,
 )
 from agentjet.front.dialects.messages import PromptBody, TokenCount, prompt_to_count
-from agentjet.front.requests import (
+from agentjet.front.http import (
     EPISODE_KEY,
     ClientGone,
     GuardedRoute,

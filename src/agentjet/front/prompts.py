@@ -21,11 +21,11 @@ from typing import Any, Literal
 
 from agentjet.errors import ContextOverflow, InvalidRequest
 from agentjet.rendering import Renderer
-from agentjet.rendering.grammar import MARKERS
+from agentjet.rendering.renderer import MARKERS
 from agentjet.swarm.batches import Answered
 from agentjet.swarm.journal import RecordedCall
 from agentjet.timeline import ConversationTree, Match
-from agentjet.timeline.support import EVERYTHING
+from agentjet.timeline.forest import EVERYTHING
 from agentjet.timeline.tree import context_hash, new_context, raw_key
 from agentjet.types import Call, Conversation, FinishReason, Fork, Message, NewContext, Sampled
 
@@ -253,7 +253,7 @@ class CompletionParser:
         self.logprobs: list[float] = []
         self.versions: list[int] = []
         self.support: list[bytes] = []
-        """The support set of each token (see `timeline.support`)."""
+        """The support set of each token (see `timeline.forest`)."""
         self.stopped_by = ""
         """The stop string that ended the completion. Later tokens are ignored."""
         self._renderer = renderer

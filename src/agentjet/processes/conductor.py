@@ -1,6 +1,6 @@
 """The conductor: places ranks and replicas on a Ray cluster and watches them. The only process that imports Ray.
 
-The server starts it and sends it requests (`ray_placement`):
+The server starts it and sends it requests (`RayPlacement`):
 
 * `connect(address)`: join a running Ray cluster;
 * `start(Launch) -> place`: run a command in an actor, on a node with enough free GPUs;
@@ -19,7 +19,7 @@ import contextlib
 import logging
 import os
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from agentjet.errors import ComputeError, ConfigError, install_extra
 from agentjet.processes import guardian
-from agentjet.processes.guardian import Launch, RayActor
-from agentjet.processes.ray_placement import accepts, check_address
+from agentjet.processes.guardian import Launch, ProcessEnd, RayActor
 from agentjet.processes.rpc import Answer, Link, ProcessRequest, answering
+from agentjet.processes.supervisor import accepts, check_address
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class Placed:
     """Id of the node on which it should be; "" if Ray chooses one with free GPUs."""
     place: str = "a node"
     stopped: bool = False
-    end: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    end: asyncio.Future[ProcessEnd] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
 class Conductor:
@@ -118,13 +118,13 @@ class Conductor:
         self._spawn(self._watch(placed))
         return placed.place
 
-    async def ended(self, name: str) -> str:
-        """Returns the reason, once the process has ended."""
+    async def ended(self, name: str) -> ProcessEnd:
+        """Returns the end of a process, once it has ended."""
         if name not in self._placed:
-            return f"{name} was not started"
-        reason = await asyncio.shield(self._placed[name].end)
+            return ProcessEnd(f"{name} was not started")
+        end = await asyncio.shield(self._placed[name].end)
         self._placed.pop(name, None)
-        return reason
+        return end
 
     async def stop(self, name: str) -> None:
         """Kill the process and wait for its end. Idempotent."""
@@ -135,7 +135,7 @@ class Conductor:
         with contextlib.suppress(RayError, TimeoutError):
             async with asyncio.timeout(STOP_SECONDS):
                 await placed.actor.stop.remote()
-        self._end(placed, "was stopped")
+        self._end(placed, ProcessEnd("was stopped"))
 
     async def gpus(self) -> int:
         """Returns the number of GPUs of the cluster."""
@@ -166,22 +166,22 @@ class Conductor:
     async def _watch(self, placed: Placed) -> None:
         """Wait for the end of a process or its actor, and report the reason."""
         try:
-            how: str = await placed.actor.wait.remote()
+            end = ProcessEnd(*await placed.actor.wait.remote())
         except RayActorError as error:  # Also for an actor that is out of reach: it is killed, and so is its process.
-            how = f"lost its node or actor: {first_line(error)}"
+            end = ProcessEnd(f"lost its node or actor: {first_line(error)}")
         except RayError as error:
-            how = f"cannot be watched: {first_line(error)}"
+            end = ProcessEnd(f"cannot be watched: {first_line(error)}")
         if not placed.stopped:  # Else the one who stopped it reports the reason.
-            self._end(placed, how)
+            self._end(placed, end)
 
-    def _end(self, placed: Placed, how: str) -> None:
+    def _end(self, placed: Placed, end: ProcessEnd) -> None:
         with contextlib.suppress(RayError):
             ray.kill(placed.actor, no_restart=True)
         if not placed.end.done():
-            placed.end.set_result(f"(on {placed.place}) {how}")
+            placed.end.set_result(replace(end, reason=f"(on {placed.place}) {end.reason}"))
 
     def _forget(self, placed: Placed) -> None:
-        self._end(placed, "did not start")
+        self._end(placed, ProcessEnd("did not start"))
         if self._placed.get(placed.launch.name) is placed:
             del self._placed[placed.launch.name]
 
@@ -200,7 +200,7 @@ class Conductor:
                 await asyncio.gather(*(placed.actor.stop.remote() for placed in present), return_exceptions=True)
         for placed in present:
             if not placed.end.done():
-                placed.end.set_result(f"(on {placed.place}) {reason}")
+                placed.end.set_result(ProcessEnd(f"(on {placed.place}) {reason}"))
         await asyncio.sleep(0)
         self.lost.set_result(reason)
 

@@ -100,19 +100,32 @@ def _kill_group(group: int) -> None:
         os.killpg(group, signal.SIGKILL)
 
 
-def end_of(code: int, log_path: Path) -> str:
-    """Returns the reason of a process that ended with this exit code of its guardian.
+@dataclass(frozen=True, slots=True)
+class ProcessEnd:
+    """The end of a process. `reason` is for users: how it ended, its log and the last line there."""
+
+    reason: str
+    exit_code: int | None = None
+    """None if a signal ended the process, or the code is unknown."""
+    last_line: str = ""
+    """The last line of its log, if it is of interest."""
+
+
+def end_of(code: int, log_path: Path) -> ProcessEnd:
+    """Returns the end of a process that ended with this exit code of its guardian.
 
     It quotes the last line of the log, except after SIGKILL, which comes from outside.
     """
     number = -code if code < 0 else code - 128
+    exit_code = None
     try:
-        end = f"ended by {signal.Signals(number).name}"
+        how = f"ended by {signal.Signals(number).name}"
     except ValueError:
-        end = f"ended with exit code {code}"
+        how, exit_code = f"ended with exit code {code}", code
     lines = [] if number == signal.SIGKILL else last_lines(log_path)
     line = next((line.strip()[:MAX_LINE] for line in reversed(lines) if line.strip()), "")
-    return f"{end}; see {log_path}" + (f", which ends with {line!r}" if line else "")
+    reason = f"{how}; see {log_path}" + (f", which ends with {line!r}" if line else "")
+    return ProcessEnd(reason, exit_code, line)
 
 
 def last_lines(log_path: Path, start: int = 0) -> list[str]:
@@ -137,8 +150,10 @@ class Launch:
     """GPUs that it alone has. It sees no other ones."""
     shares_gpus: bool = False
     """It sees all GPUs of the machine, and none of them is its own."""
+    group: str = ""
+    """The processes that it belongs to, such as the ranks of a policy."""
     beside: str = ""
-    """It may share GPUs with one process whose name begins so, and prefers those. Ray shares nothing."""
+    """The group with one process of which it may share GPUs. It prefers those GPUs. Ray shares nothing."""
     needs_shared_files: bool = False
     """True if the process works only where the gateway's files are visible."""
     placement_seconds: float = 60.0
@@ -195,12 +210,15 @@ class RayActor:
             )
         return ""
 
-    def wait(self) -> str:
-        """Returns the exit code, the log and its last line, once the process has ended."""
+    def wait(self) -> tuple[str, int | None, str]:
+        """Returns the fields of its `ProcessEnd` once it has ended. A node cannot send an object of this module."""
         assert self._process is not None
         code = self._process.wait()
         self.stop()
-        return f"ended because {self._lost}; see {self._log_path}" if self._lost else end_of(code, self._log_path)
+        if self._lost:
+            return f"ended because {self._lost}; see {self._log_path}", None, ""
+        end = end_of(code, self._log_path)
+        return end.reason, end.exit_code, end.last_line
 
     def _end_with_parent(self, parent: int) -> None:
         while os.getppid() == parent:

@@ -23,7 +23,6 @@ import json
 import logging
 import os
 import pickle
-import queue
 import secrets
 import signal
 import socket
@@ -41,6 +40,7 @@ import psutil
 
 from agentjet import __version__
 from agentjet.errors import AgentJetError, ComputeError, WorkerDied
+from agentjet.processes.guardian import ProcessEnd
 from agentjet.types import PolicyId, Sampled, SlowWork
 
 log = logging.getLogger(__name__)
@@ -199,8 +199,8 @@ class Process(Protocol):
     """A process from its start on."""
 
     @property
-    def ended(self) -> asyncio.Future[str]:
-        """Done with the reason when the process has ended: its exit code or signal, its log and the last line there."""
+    def ended(self) -> asyncio.Future[ProcessEnd]:
+        """Done when the process has ended."""
         ...
 
     @property
@@ -305,7 +305,7 @@ class Peer:
         if died:  # It is ending by itself.
             await asyncio.wait([self.process.ended], timeout=REASON_SECONDS)
         await self.process.stop()
-        return self.process.ended.result()
+        return self.process.ended.result().reason
 
     async def _read(self) -> None:
         """Boundary: a message that cannot be read ends the connection."""
@@ -431,15 +431,6 @@ class Link:
                 self.exit(1)
 
         threading.Thread(target=loop, daemon=True).start()
-
-    def serve(self, handle: Callable[[ProcessRequest], Any]) -> None:
-        """Answer one request after another. Raises the first error that is not an `AgentJetError`."""
-        inbox = queue.SimpleQueue[ProcessRequest]()
-        self.read_forever(inbox.put)
-        while True:
-            request = inbox.get()
-            with answering(request, self.send, ends=lambda error: True):
-                self.send(Answer(request.id, handle(request)))
 
     async def requests(self) -> AsyncIterator[ProcessRequest]:
         """Yields the requests in an event loop."""

@@ -1,4 +1,9 @@
-"""`Supervisor`: starts processes at one place, connects them, and finds those that hang.
+"""Where processes run, and `Supervisor`: starts them, connects them, and finds those that hang.
+
+`LocalPlacement` starts subprocesses of this machine. A process ends with this one: its guardian kills it and its
+children when the server is gone, also after SIGKILL. `RayPlacement` asks the conductor process, and imports no Ray. The
+conductor starts with the first process, and again after its death. If it dies, every process has ended: Ray ends their
+actors.
 
 The watchdog counts messages: a process that computes sends a sign of work after each interval in which it worked.
 """
@@ -6,20 +11,37 @@ The watchdog counts messages: a process that computes sends a sign of work after
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import importlib.util
+import os
 import secrets
+import shutil
 import socket
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
-from agentjet.errors import ComputeError, WorkerDied
-from agentjet.processes.guardian import Launch
-from agentjet.processes.placement import Placement
-from agentjet.processes.rpc import UNANSWERED_SECONDS, Link, Listener, Peer, Process, tune
+import psutil
+
+from agentjet.errors import ComputeError, ConfigError, Later, WorkerDied, install_extra
+from agentjet.processes import guardian
+from agentjet.processes.guardian import STOP_SECONDS, Launch, ProcessEnd, end_of
+from agentjet.processes.rpc import UNANSWERED_SECONDS, Link, Listener, Peer, Process, host_and_port, tune
 
 CONNECT_SECONDS = 300.0
 """Time for a started process to connect. It imports torch or vLLM first."""
 CHECKS_PER_TIMEOUT = 10
+
+
+class NotStarted(WorkerDied):
+    """A process ended during its start, or was ended because the start took too long."""
+
+    def __init__(self, name: str, end: ProcessEnd) -> None:
+        super().__init__(f"{name} {end.reason}")
+        self.end = end
 
 
 class Supervisor:
@@ -38,7 +60,7 @@ class Supervisor:
     async def start(self, launch: Launch, *, sign_seconds: float = 0.0) -> Peer:
         """Start a process and wait until it connects. `sign_seconds`: the interval of its signs of work, if above 0.
 
-        Raises the errors of `Placement.start`, or `WorkerDied` if it ends before. Then no process is left.
+        Raises the errors of `Placement.start`, or `NotStarted` if it ends before. Then no process is left.
         """
         name = launch.name
         connection = self._expected[name] = self._loop.create_future()
@@ -52,8 +74,8 @@ class Supervisor:
             try:
                 await first_of(connection, process.ended, timeout=CONNECT_SECONDS)
                 if not connection.done():
-                    late = f"did not connect for {CONNECT_SECONDS:g} s; see {launch.log_path}"
-                    raise WorkerDied(f"{name} {process.ended.result() if process.ended.done() else late}")
+                    late = ProcessEnd(f"did not connect for {CONNECT_SECONDS:g} s; see {launch.log_path}")
+                    raise NotStarted(name, process.ended.result() if process.ended.done() else late)
                 tune(connection.result(), unanswered_seconds=UNANSWERED_SECONDS)
                 return Peer(name, *await asyncio.open_connection(sock=connection.result()), process)
             except BaseException:
@@ -135,3 +157,286 @@ class Watchdog:
 async def first_of(*futures: asyncio.Future[Any], timeout: float | None = None) -> None:
     """Wait until one of these is done."""
     await asyncio.wait(futures, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+
+
+# ---- processes of this machine ---------------------------------------------------------------------------------------
+
+
+class Placement(Protocol):
+    """Starts processes, which end with it. Two processes of one name never live at the same time."""
+
+    async def num_gpus(self) -> int | None:
+        """Returns the number of GPUs that processes can get. None if there are none: processes run on the CPU."""
+        ...
+
+    async def start(self, launch: Launch) -> Process:
+        """Start a process. Raises `ConfigError` if that is impossible, and `ComputeError` if its GPUs are in use."""
+        ...
+
+    async def close(self) -> None:
+        """Stop all processes. Idempotent."""
+        ...
+
+
+def visible_gpus() -> list[str]:
+    """Returns the ids of this machine's GPUs, as in `CUDA_VISIBLE_DEVICES`, which may hide some. No torch."""
+    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        ids = [one.strip() for one in visible.split(",")]
+        return [one for one in ids if one and one != "-1"]
+    return [index for index, *_ in _query_gpus("index")]
+
+
+def visible_gpu_memory() -> tuple[int, ...]:
+    """Returns the bytes of memory of each of the `visible_gpus`. Those that nvidia-smi does not list are left out."""
+    memory: dict[str, int] = {}
+    for index, name, size in _query_gpus("index", "uuid", "memory.total"):
+        memory |= dict.fromkeys((index, name), int(size) * 2**20)
+    return tuple(memory[gpu] for gpu in visible_gpus() if gpu in memory)
+
+
+def _query_gpus(*facts: str) -> list[list[str]]:
+    """Returns these facts of each GPU of this machine; nothing without nvidia-smi."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    query = ["nvidia-smi", f"--query-gpu={','.join(facts)}", "--format=csv,noheader,nounits"]
+    done = subprocess.run(query, capture_output=True, text=True, check=False)
+    return [line.split(", ") for line in done.stdout.splitlines()] if done.returncode == 0 else []
+
+
+class LocalProcess:
+    """A process of this machine."""
+
+    def __init__(self, launch: Launch, guardian: asyncio.subprocess.Process, gpus: Sequence[str]) -> None:
+        """`guardian` is its parent. `gpus` are the ids of its GPUs."""
+        self.ended: asyncio.Future[ProcessEnd] = asyncio.get_running_loop().create_future()
+        self.group = launch.group
+        self.gpus = gpus
+        self.log_path = launch.log_path
+        self._guardian = guardian
+        self._place = ""
+        self._watching = asyncio.create_task(self._watch())
+
+    @property
+    def place(self) -> str:
+        if not self._place and not self.ended.done():
+            with contextlib.suppress(psutil.Error):  # It reads the process table, so only until the child is found.
+                if children := psutil.Process(self._guardian.pid).children():
+                    self._place = f"this machine, process {children[0].pid}"
+        return self._place
+
+    async def stop(self) -> None:
+        if self._guardian.stdin is not None:
+            self._guardian.stdin.close()
+        await asyncio.wait([self.ended], timeout=STOP_SECONDS)
+        if not self.ended.done():
+            with contextlib.suppress(ProcessLookupError):
+                self._guardian.kill()
+            await asyncio.wait([self.ended])
+
+    async def _watch(self) -> None:
+        self.ended.set_result(end_of(await self._guardian.wait(), self.log_path))
+
+
+class LocalPlacement:
+    """Starts subprocesses of this machine. Each GPU belongs to one process at a time, or to two that share it."""
+
+    def __init__(self, find_gpus: Callable[[], list[str]] = visible_gpus) -> None:
+        self._find_gpus = find_gpus
+        self._gpus: list[str] | None = None
+        """All GPUs, once known."""
+        self._starting = asyncio.Lock()
+        """Held from the choice of a process's GPUs until they are its own."""
+        self._processes: set[LocalProcess] = set()
+        """Those that have not ended."""
+
+    async def num_gpus(self) -> int | None:
+        if self._gpus is None:
+            self._gpus = await asyncio.to_thread(self._find_gpus)
+        return len(self._gpus) or None
+
+    async def start(self, launch: Launch) -> LocalProcess:
+        async with self._starting:
+            chosen = await self._choose_gpus(launch)
+            if shutil.which(launch.command[0]) is None:
+                raise ConfigError(f"{launch.name}: {launch.command[0]} is not a program")
+            create_log(launch.log_path)
+            devices = {} if launch.shares_gpus else {"CUDA_VISIBLE_DEVICES": ",".join(chosen)}
+            if devices and "CUDA_VISIBLE_DEVICES" not in os.environ:  # The numbers are those of nvidia-smi.
+                devices["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+            with launch.log_path.open("ab") as log:
+                started = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-I", "-S", guardian.__file__, *launch.command),
+                    stdin=asyncio.subprocess.PIPE,  # Nothing is written. It closes with this process.
+                    stdout=log,
+                    stderr=log,
+                    env={**os.environ, **launch.environment, **devices},
+                    start_new_session=True,  # Ctrl-C is for the server.
+                )
+            process = LocalProcess(launch, started, chosen)
+            self._processes.add(process)
+            process.ended.add_done_callback(lambda _: self._processes.discard(process))
+            return process
+
+    async def close(self) -> None:
+        await asyncio.gather(*(process.stop() for process in self._processes))
+
+    async def _choose_gpus(self, launch: Launch) -> list[str]:
+        """Returns the ids of free GPUs. Raises `ConfigError`, and `ComputeError` if they are in use at present."""
+        if not launch.gpus:
+            return []
+        await self.num_gpus()
+        groups: dict[str, set[str]] = {gpu: set() for gpu in self._gpus or ()}
+        for process in self._processes:
+            for gpu in process.gpus:
+                groups[gpu].add(process.group)
+        number = launch.gpus
+        shared = [gpu for gpu, users in groups.items() if launch.beside and users == {launch.beside}]
+        free = shared + [gpu for gpu, users in groups.items() if not users]
+        if len(free) < number:
+            total = len(self._gpus or ())
+            # Those of a process that is being killed become free.
+            raise (ConfigError if number > total else ComputeError)(
+                f"{launch.name} needs {number} GPUs, and {len(free)} of {total} are free"
+            )
+        return free[:number]
+
+
+def create_log(path: Path) -> None:
+    """Create an empty log that only this user can read, unless it exists."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch(0o600)
+
+
+# ---- processes of a Ray cluster --------------------------------------------------------------------------------------
+
+AWAY_SECONDS = 10.0
+"""Pause before a cluster that went away is asked again. Its head may be restarted with the same address."""
+PROBE_SECONDS = 5.0
+"""Limit of a connection to Ray's head."""
+STATISTICS = "RAY_USAGE_STATS_ENABLED"
+"""Ray sends statistics of its use unless this variable is 0."""
+
+
+def check_ray(address: str, find: Callable[[str], object] = importlib.util.find_spec) -> None:
+    """Raises `ConfigError` if Ray is not installed. Does not import it."""
+    if find("ray") is None:
+        raise ConfigError(
+            f"compute.address = {address!r} needs Ray: {install_extra('cluster')}. Or leave the address empty for "
+            "processes of this machine"
+        )
+
+
+def check_address(address: str) -> None:
+    """Raises `ConfigError` unless `address` is `HOST:PORT` at which something listens."""
+    host, _, port = address.rpartition(":")
+    if "://" in address or not host or not port.isdecimal():
+        raise ConfigError(
+            f"compute.address = {address!r} is not an address of a Ray cluster: give HOST:PORT of its head, such as "
+            "10.0.0.1:6379, or auto on one of its nodes"
+        )
+    if not accepts(address):
+        raise ConfigError(
+            f"compute.address = {address!r}: nothing listens there; `ray start --head` prints the address, and "
+            "`ray status` on a node shows the cluster"
+        )
+
+
+def accepts(address: str) -> bool:
+    try:
+        socket.create_connection(host_and_port(address), timeout=PROBE_SECONDS).close()
+    except OSError:
+        return False
+    return True
+
+
+class RayProcess:
+    """A process on a node of the Ray cluster. `place` is the node and the process id."""
+
+    def __init__(self, conductor: Peer, launch: Launch, place: str, lost: str) -> None:
+        """`lost` is the reason if the conductor ends first."""
+        self.place = place
+        self.log_path = launch.log_path
+        self.ended: asyncio.Future[ProcessEnd] = asyncio.get_running_loop().create_future()
+        self._conductor = conductor
+        self._name = launch.name
+        self._watching = asyncio.create_task(self._watch(lost))
+
+    async def stop(self) -> None:
+        if not self.ended.done():
+            with contextlib.suppress(ComputeError):
+                await self._conductor.ask("stop", None, self._name)
+            await asyncio.wait([self.ended])
+
+    async def _watch(self, lost: str) -> None:
+        try:
+            self.ended.set_result(await self._conductor.ask("ended", None, self._name))
+        except ComputeError as error:
+            self.ended.set_result(ProcessEnd(f"ended with the conductor ({error}; {lost})"))
+
+
+class RayPlacement:
+    """Starts processes on the nodes of a Ray cluster."""
+
+    def __init__(self, host: str, address: str, log_folder: Path) -> None:
+        """`host` and `address` as in `compute`. The conductor logs to `conductor.log` in `log_folder`.
+
+        Raises `ConfigError` if Ray is missing, and `OSError` for a host that is not of this machine.
+        """
+        check_ray(address)
+        self.placement_seconds = 60.0
+        """Seconds that a process waits for a node with enough free GPUs."""
+        self._supervisor = Supervisor(host, LocalPlacement(list))
+        """Starts the conductor, which needs no GPU."""
+        self._address = address
+        self._log_path = log_folder / "conductor.log"
+        self._starting = asyncio.Lock()
+        self._peer: Peer | None = None
+        self._has_joined = False
+
+    async def start(self, launch: Launch) -> RayProcess:
+        """Start a process on a node with enough free GPUs.
+
+        Raises `ConfigError` if the cluster was never joined, or no node can run it; `Later` while a cluster that was
+        joined is away; else `ComputeError`.
+        """
+        conductor = await self._conductor()
+        create_log(launch.log_path)
+        launch = replace(launch, log_path=launch.log_path.resolve(), placement_seconds=self.placement_seconds)
+        place: str = await conductor.ask("start", None, launch)
+        return RayProcess(conductor, launch, place, f"see {self._log_path}")
+
+    async def num_gpus(self) -> int | None:
+        """Returns the GPUs of the cluster; None if it has none."""
+        return await (await self._conductor()).ask("gpus") or None
+
+    async def close(self) -> None:
+        """End the conductor, and with it all processes. Idempotent."""
+        if (peer := self._peer) is not None:
+            self._peer = None
+            await peer.stop()
+        await self._supervisor.close()
+
+    async def _conductor(self) -> Peer:
+        """Returns the connection to the conductor; starts it if it does not run."""
+        async with self._starting:
+            if self._peer is not None:
+                if not self._peer.died.done():
+                    return self._peer
+                await self._peer.stop()
+            variables = {STATISTICS: os.environ.get(STATISTICS, "0")}
+            command = (sys.executable, "-P", "-m", "agentjet.processes.conductor")
+            peer = await self._supervisor.start(
+                Launch(f"conductor {self._address}", command, self._log_path, variables)
+            )
+            try:
+                await peer.ask("connect", None, self._address)
+            except BaseException as error:  # Also if it is cancelled.
+                await peer.stop()
+                if self._has_joined and isinstance(error, ConfigError):
+                    raise Later(
+                        f"the Ray cluster is away, and is asked again every {AWAY_SECONDS:.0f} s: {error}",
+                        retry_after=AWAY_SECONDS,
+                    ) from None
+                raise
+            self._peer, self._has_joined = peer, True
+            return peer

@@ -16,6 +16,7 @@ import json
 import os
 import sys
 import threading
+import traceback
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -23,15 +24,14 @@ from pathlib import Path
 from typing import Any
 
 import agentjet
-from agentjet.client.agent_source import load_function
+from agentjet.client.agent_source import OURS, load_function
+from agentjet.client.inputs import load_agent, load_tasks
 from agentjet.client.report import rows
 from agentjet.client.rollout import Agent, AgentFailing
 from agentjet.client.swarm_client import AsyncSwarm
 from agentjet.errors import AgentJetError, ConfigError
 from agentjet.research import landlock
-from agentjet.research.models import Address
-from agentjet.research.records import Record, canonical
-from agentjet.research.subject import Message, load_agent, load_tasks, located
+from agentjet.research.models import Address, Judge, Message, Record, canonical
 from agentjet.types import Task
 
 ENDING_SECONDS = 20.0
@@ -121,7 +121,7 @@ def listed(tasks: Sequence[Task]) -> list[dict[str, Any]]:
     return [{"id": task.id, "task_set": task.task_set, "payload": task.payload} for task in tasks]
 
 
-def paid_by(reward: Callable[[Task, list[Message]], float], agent: Agent, swarm: AsyncSwarm) -> Agent:
+def paid_by(reward: Judge, agent: Agent, swarm: AsyncSwarm) -> Agent:
     """The agent with another reward: of the conversation of its last call, as the server recorded it."""
 
     loop = asyncio.get_running_loop()
@@ -165,6 +165,20 @@ async def serve(orders: asyncio.Queue[bytes], send: Callable[[object], None]) ->
             send(answer)
             if arm is None:
                 return
+
+
+def located(error: BaseException) -> str:
+    """The text of an error about the user's code, with the file and the line of its cause."""
+    return f"{error}{place_of(error.__cause__)}"
+
+
+def place_of(error: BaseException | None) -> str:
+    """` (FILE:LINE)` of the innermost line of the user's code; empty if it is unknown."""
+    if isinstance(error, SyntaxError):
+        return f" ({error.filename}:{error.lineno})"
+    frames = [] if error is None else traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if not f.filename.startswith("<") and not Path(f.filename).is_relative_to(OURS)]
+    return f" ({own[-1].filename}:{own[-1].lineno} in {own[-1].name})" if own else ""
 
 
 def main() -> None:

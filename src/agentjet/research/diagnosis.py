@@ -22,15 +22,14 @@ import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from importlib.resources import files as package_files
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, field_validator
 
 from agentjet.research.journal import StudyLog
-from agentjet.research.models import Diagnosis, Outcome, Trial
-from agentjet.research.records import canonical
+from agentjet.research.models import Diagnosis, Outcome, Trial, canonical
 
 # ---- signals ---------------------------------------------------------------------------------------------------------
 
@@ -106,19 +105,24 @@ class SignRule(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     cause: str
-    when: tuple[str, ...]
+    when: tuple[tuple[str, Literal[">", "<"], float], ...]
     meaning: str
     seen: str = ""
     noisy: bool = False
 
+    @field_validator("when", mode="before")
+    @classmethod
+    def _parsed(cls, texts: Sequence[str]) -> list[list[str]]:
+        """Each is `NAME > NUMBER` or `NAME < NUMBER`."""
+        return [text.split() for text in texts]
+
     def holds(self, facts: Facts) -> bool:
-        """True if all conditions hold: each is `NAME > NUMBER` or `NAME < NUMBER`."""
-        conditions = [text.split() for text in self.when]
-        return all(name in facts and OPERATORS[sense](facts[name], float(number)) for name, sense, number in conditions)
+        """True if all conditions hold."""
+        return all(name in facts and OPERATORS[sense](facts[name], number) for name, sense, number in self.when)
 
     def evidence(self, facts: Facts) -> dict[str, float]:
         """The facts in its conditions."""
-        return {name: facts[name] for name in (text.split()[0] for text in self.when)}
+        return {name: facts[name] for name, _, _ in self.when}
 
 
 def toml_of(package: str, name: str) -> dict[str, Any]:
@@ -153,7 +157,7 @@ def diagnose(log: StudyLog) -> None:
     found += [diagnosis_of(trial, outcome) or equal.get(trial.id) for trial, outcome in full]
     for diagnosis in found:
         if diagnosis is not None and diagnosis not in log.diagnoses.get(diagnosis.trial, []):
-            log.append("diagnosis", diagnosis.to_json())
+            log.entry("diagnosis", diagnosis.to_json())
 
 
 def first_of(rules: Sequence[SignRule], trial: str, facts: Facts, ignored: str = "") -> Diagnosis | None:

@@ -1,4 +1,4 @@
-"""`StudyJournal`: an append-only file of entries; `StudyLog`: the sum of a study's entries; and its folder.
+"""`StudyJournal`: an append-only file of entries; `StudyLog`: the sum of a study's entries; `Notebook`: a campaign's.
 
 A study or a campaign resumes by running again over its journal. It is a function of what was observed: it launches
 nothing twice, and a decision that differs from the recorded one is an error. An entry is on disk before anything
@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import math
 import os
 import sqlite3
 import time
@@ -22,8 +23,7 @@ from typing import Any, Literal, Self
 
 from agentjet import database
 from agentjet.errors import ConfigError
-from agentjet.research.models import Diagnosis, Outcome, Study, Trial
-from agentjet.research.records import canonical
+from agentjet.research.models import Diagnosis, Outcome, Study, Trial, canonical, refuse
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS entries (
@@ -129,7 +129,7 @@ class StudyJournal:
         for number, kind, key, at, because, content in rows:
             self._add(JournalEntry(number, kind, key, at, tuple(json.loads(because)), json.loads(content)))
 
-    def entry(self, kind: Any, content: object, because: Sequence[int] = (), *, key: str = "") -> JournalEntry:
+    def entry(self, kind: str, content: object, because: Sequence[int] = (), *, key: str = "") -> JournalEntry:
         """Appends an entry; it is on disk when this returns. Raises `OSError` for a full disk, and appends nothing."""
         number = len(self.entries) + 1
         made = JournalEntry(number, kind, key or f"{kind} {number}", self._now(), tuple(because), stored(content))
@@ -144,8 +144,9 @@ class StudyJournal:
         self.notify(made)
         return made
 
-    def of(self, *kinds: str) -> list[JournalEntry]:
-        return [entry for entry in self.entries if entry.kind in kinds]
+    def of(self, *kinds: str, until: float = math.inf) -> list[JournalEntry]:
+        """Entries of these kinds, up to a time."""
+        return [entry for entry in self.entries if entry.kind in kinds and entry.at <= until]
 
     def _add(self, entry: JournalEntry) -> None:
         self.entries.append(entry)
@@ -188,8 +189,6 @@ def failure(file: Path, error: sqlite3.Error) -> Exception:
 
 # ---- studies --------------------------------------------------------------------------------------------------------
 
-StudyKind = Literal["study", "intent", "outcome", "decision", "finding", "diagnosis"]
-
 
 class StudyLog(StudyJournal):
     """The journal of a study, and the state that its entries add up to."""
@@ -208,13 +207,10 @@ class StudyLog(StudyJournal):
         """By name. A decision never changes."""
         super().__init__(file, **options)
 
-    def append(self, kind: StudyKind, body: Mapping[str, Any]) -> None:
-        self.entry(kind, body)
-
     def open_study(self, study: Study) -> None:
         """Fixes the study. Raises `ConfigError` if the log belongs to another study."""
         if self.study is None:
-            self.append("study", study.to_json())
+            self.entry("study", study.to_json())
         elif self.study.id != study.id:
             ours, other = stored(self.study.to_json()), stored(study.to_json())
             names = ", ".join(sorted(name for name in {*ours, *other} if ours.get(name) != other.get(name)))
@@ -228,7 +224,7 @@ class StudyLog(StudyJournal):
         """Records a decision once. Raises `ConfigError` if it differs from the recorded one in nine digits."""
         content = stored(content)
         if name not in self.decisions:
-            self.append(kind, {"name": name, "content": content})
+            self.entry(kind, {"name": name, "content": content})
         elif rounded(self.decisions[name]) != rounded(content):
             raise ConfigError(
                 f"decision {name!r} was {canonical(self.decisions[name])} and would now be {canonical(content)}: the "
@@ -316,3 +312,112 @@ class StudyFolder:
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"{file} is not valid JSON: {error}") from None
         return Study.from_json(content)
+
+
+# ---- campaigns ------------------------------------------------------------------------------------------------------
+
+NOTEBOOK = "notebook.sqlite"
+DAY = 86400.0
+
+
+class Notebook(StudyJournal):
+    """`path` is the campaign's folder. Raises `ConfigError` if another process writes it, or without a campaign to
+    read.
+    """
+
+    def __init__(self, path: Path, **options: Any) -> None:
+        self.path = path
+        if not options.get("writer", True) and not (path / NOTEBOOK).exists():
+            raise ConfigError(f"{path}: there is no campaign in this folder (no {NOTEBOOK})")
+        super().__init__(path / NOTEBOOK, **options)
+
+    def spending(self, until: float = math.inf) -> dict[str, float]:
+        """Full runs and hours of work, up to a time."""
+        runs = [(entry.content["cost"], entry.content["hours"]) for entry in self.of("observed", until=until)]
+        studies = [(entry.content["spent"], entry.content["hours"]) for entry in self.of("learned", until=until)]
+        return {"runs": math.fsum(cost for cost, _ in runs + studies), "hours": math.fsum(h for _, h in runs + studies)}
+
+    def standing(self, day: int = 0) -> dict[str, Any]:
+        """Tries, findings, spending and the newest decision of a campaign: now, or at the end of a day since its start.
+
+        Raises `ConfigError` for a day that is not over.
+        """
+        started, until = self.known("started"), math.inf
+        if started is None:
+            return {"stage": "begun"}
+        if day:
+            until = started.at + day * DAY
+            over = int((time.time() - started.at) / DAY)
+            refuse(day > over, f"--day {day}: {over} days of this campaign are over; omit --day for the present")
+        steps = {e.number: ": ".join(step) for e in self.entries if e.at <= until and (step := described(e))}
+        ran = {entry.content["trial"]["arm"] for entry in self.of("observed", until=until)}
+        ended, learned = self.of("ended", until=until), [entry.content for entry in self.of("learned", until=until)]
+        present = "working" if self.has_writer() else "interrupted; agentjet research resume continues it"
+        away = [steps[entry.number] for entry in self.of("intent") if entry.number in steps]
+        spent = self.spending(until)
+        [(unit, most)] = [(unit, most) for unit, most in started.content["question"]["budget"].items() if most]
+        return {
+            "topic": started.content["question"]["topic"],
+            "stage": f"ended: {ended[0].content['reason']}" if ended else f"the end of day {day}" if day else present,
+            "tried": [
+                each.content["name"] for each in self.of("hypothesis", until=until) if each.content["commit"] in ran
+            ],
+            "found": [each["meaning"] for each in learned if each["accepted"]],
+            "ruled out": [
+                each["meaning"] for each in learned if each["verdict"] in ("refuted", "practically_equivalent")
+            ],
+            "open": [each["meaning"] for each in learned if each["verdict"] == "inconclusive"],
+            "refused": len(self.of("refused", until=until)),
+            **({"away": list(dict.fromkeys(away))} if away else {}),
+            "newest": [*steps.values()][-1],
+            "spent": f"{spent['runs']:.1f} full runs, {spent['hours']:.1f} h",
+            "left": f"{max(0.0, most - spent[unit]):.1f} {unit}",
+        }
+
+
+def described(entry: JournalEntry) -> tuple[str, str] | None:
+    """The step of an entry and its result; None for entries about the machinery."""
+    content = entry.content
+    match entry.kind:
+        case "started":
+            return "began", content["asks"]
+        case "intent" if content.get("away"):
+            return f"{proposer_of(entry)} did not answer", f"{content['away']}; the next proposer goes on"
+        case "observed":
+            return f"observed {content['trial']['arm'][:8]} ({content['why']})", outcome_of(content)
+        case "hypothesis":
+            return f"proposed by {content['origin']}: {content['name']}", content["why"] or "no reason was given"
+        case "refused":
+            return "refused a proposal", content["reason"]
+        case "screened":
+            short = [
+                f"{each['name']} {each['score']:.3g}" for each in content.get("short", ()) if each["score"] is not None
+            ]
+            gains = "; ".join(f"{each['name']} {each['gain']:+.3g}" for each in content["full"])
+            result = f"gain of one full run: {gains}" if gains else "no full run came back"
+            return "screened", f"{result} (scores after a third: {'; '.join(short)})" if short else result
+        case "study":
+            return "fixed a study, before its data", content["name"]
+        case "learned":
+            return "learned", content["meaning"]
+        case "edited":
+            return "note", content["meaning"]
+        case "followed":
+            return "followed up", content["reason"]
+        case "ended":
+            return "ended", content["reason"]
+    return None
+
+
+def proposer_of(asked: JournalEntry) -> str:
+    """Name of the proposer that was asked."""
+    # Notebooks of earlier versions have it in the key only.
+    return asked.content.get("proposer") or asked.key.partition(" asked ")[2]
+
+
+def outcome_of(observed: Mapping[str, Any]) -> str:
+    run = observed["outcome"]
+    if run["score"] is None:  # the error of a first run is the reason for the end
+        return "no score" if run["end"] == "arm_failed" and observed["why"] == "the subject" else str(run["note"])
+    causes = ", ".join(sign["cause"].replace("_", " ") for sign in observed["signs"])
+    return f"score {run['score']:.3g}; shows: {causes or 'no sign'}"

@@ -1,8 +1,9 @@
 """The parts of a study as frozen dataclasses.
 
-    Study ── Arm ── Knob          fixed before the first trial: what is compared, and how it will be judged
-      │       └── Trial ── Outcome    one run of an arm with one seed, and how it ended
-      └── Hypothesis ── Finding       a claim, and what the outcomes show about it
+    Study ── Subject              the model, agent and tasks of every trial
+      ├── Arm ── Knob             fixed before the first trial: what is compared, and how it will be judged
+      │    └── Trial ── Outcome   one run of an arm with one seed, and how it ended
+      └── Hypothesis ── Finding   a claim, and what the outcomes show about it
 
 The id of a record is the hash of its content, so it is equal in every process. Records are stored as JSON, never
 pickled.
@@ -10,15 +11,315 @@ pickled.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, Literal
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self
 
-from agentjet.errors import AgentJetError
-from agentjet.research.records import Record, Setting, hash_of, refuse
-from agentjet.research.subject import Subject
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from agentjet.client import agent_source
+from agentjet.client.agent_source import file_and_function, load_function, source_of
+from agentjet.client.inputs import load_agent, load_tasks
+from agentjet.client.rollout import Agent
+from agentjet.errors import AgentJetError, ConfigError, nearest_name
+from agentjet.types import Task
+
+# ---- records ---------------------------------------------------------------------------------------------------------
+
+Value = bool | int | float | str
+Setting = Mapping[str, Value]
+"""Settings by name, such as `job.optimizer.lr`, as `agentjet serve --set` takes them."""
+
+
+@cache
+def adapter(kind: type) -> TypeAdapter[Any]:
+    """Cached, because building an adapter takes a millisecond."""
+    return TypeAdapter(kind)
+
+
+class Record:
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    @cached_property
+    def id(self) -> str:
+        """Hash of the content."""
+        return hash_of(self.to_json())
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)  # type: ignore[call-overload, no-any-return]  # every subclass is a dataclass
+
+    @classmethod
+    def from_json(cls, content: object) -> Self:
+        """Raises `ConfigError` naming the first invalid field."""
+        try:
+            # mypy does not see that a class is hashable.
+            checked: Self = adapter(cls).validate_json(canonical(content), strict=True)  # type: ignore[arg-type]
+        except ValidationError as error:
+            raise ConfigError(f"{cls.__name__}: {mistake(error)}") from None
+        return checked
+
+
+def canonical(content: object) -> str:
+    """JSON with one spelling per content. Raises `ValueError` for NaN and infinity."""
+    return json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
+def hash_of(content: object) -> str:
+    """The first 64 bits of the SHA-256 of the content, in hexadecimal."""
+    return hashlib.sha256(canonical(content).encode()).hexdigest()[:16]
+
+
+def refuse(wrong: bool, message: str) -> None:
+    if wrong:
+        raise ConfigError(message)
+
+
+ARM_NAME = r"^[\w.+-][\w .+-]{0,39}$"
+"""Up to 40 letters, digits, blanks, dots and any of + - _, without a leading blank."""
+LONGEST = 60
+"""Maximum characters shown of an invalid value."""
+LONGEST_NOTE = 2000
+
+
+def mistake(error: ValidationError, known: Iterable[str] = ()) -> str:
+    """Describes the first error of a validation: the key, the value and what is expected. `known` are names of keys."""
+    detail: Any = error.errors(include_url=False)[0]
+    *outer, last = detail["loc"] or ("",)
+    key, value = ".".join(map(str, (*outer, last))), shortened(repr(detail["input"]), LONGEST)
+    message = detail["msg"].removeprefix("Value error, ")
+    if last == "bool" and detail["type"].startswith("bool"):  # the first type of a setting's value; no type fits
+        key, message = ".".join(map(str, outer)), "it must be text, a number, true or false"
+    elif detail["type"] == "missing":
+        return f"{key}: is required"
+    elif detail["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        return unknown_key(key, str(last), [*known])
+    return f"{key} = {value}: {message[0].lower()}{message[1:]}"
+
+
+def unknown_key(key: str, name: str, known: Sequence[str]) -> str:
+    near = nearest_name(name, known)
+    way = f"; did you mean {near}?" if near else f"; the keys are {', '.join(known)}" if known else ""
+    return f"{key}: unknown key{way}"
+
+
+def shortened(text: str, limit: int = LONGEST_NOTE) -> str:
+    """Shortens a long text to its beginning and its end. The cause of a failure is usually its last line."""
+    half = limit // 2
+    return text if len(text) <= limit else f"{text[: half - 5].rstrip()} ... {text[-half:].lstrip()}"
+
+
+# ---- the subject -----------------------------------------------------------------------------------------------------
+
+Message = dict[str, Any]
+"""A message in OpenAI's chat format."""
+Judge = Callable[[Task, Sequence[Message]], float]
+"""Scores a conversation about a task: `score(task, messages)`. The last message is the answer."""
+Equal = Literal["episodes", "steps", "tokens", "seconds"]
+MEASURED: tuple[Equal, ...] = ("tokens", "seconds")
+"""Amounts that only a run shows. A short run gives the length of an arm's full runs."""
+NOT_IMPORTED = frozenset({"__pycache__", "node_modules", "site-packages", "dist-packages"})
+FOREIGN_MARKERS = ("study.json", "notebook.sqlite", "journal.jsonl", "journal.sqlite", "pyvenv.cfg")
+"""Files that mark a folder as not part of the code beside it: a study, a campaign, a data dir or an environment."""
+
+
+@dataclass(frozen=True)
+class Subject(Record):
+    """A model, the agent it is trained in, and the tasks it is scored on. Arms may override parts of it.
+
+    Code and tasks are stored by name: `FILE.py:FUNCTION`, relative to the working directory, or
+    `package.module:function`. Tasks may also be a file of JSON lines.
+    """
+
+    model: str
+    """Base model of every run: a Hugging Face id, a local folder, or `smollm2-135m`."""
+    agent: str
+    """Plays the training tasks: `agent(task, episode) -> reward`."""
+    tasks: str
+    """Training tasks: a function that returns tasks, or a file of them (`FILE.jsonl`)."""
+    held_out: str
+    """Held-out tasks for scoring, named in the same way. They are never trained on."""
+    evaluator: str = ""
+    """Plays the held-out tasks; its mean reward is the score. Empty: the agent plays them."""
+    agents: Mapping[str, str] = field(default_factory=dict)
+    """By arm, the agents of arms that differ in code or in reward."""
+    settings: Setting = field(default_factory=dict)
+    """Server settings that are not defaults. Arms and knobs override them."""
+    steps: int = 40
+    """Batches of a full run."""
+    evaluations: int = 4
+    """Evenly spaced evaluations of a full run, the last one at its end; one more comes before the first step."""
+    repeats: int = 1
+    """Episodes per held-out task in an evaluation."""
+    concurrency: int = 32
+    """Episodes at the same time."""
+    floor: float = 0.0
+    """Score of a diverged run whose policy cannot answer; lower if one of the run's held-out episodes earned less."""
+    patience: float = 1800.0
+    """Maximum seconds of an evaluation, or of the training between two, before the run counts as lost."""
+    judged: bool = False
+    """The evaluator does not play. It is a `Judge` of the conversations in which the arm's own agent plays."""
+    reward: str = ""
+    """A `Judge` that pays the training episodes, in place of the reward that the agent returns."""
+    hidden: tuple[str, ...] = ()
+    """Keys of a held-out payload that only the judge reads. The agent gets those of training tasks."""
+    readable: tuple[str, ...] = ()
+    """Folders that the arm's code may read, the first with the code. Empty: the code is not sandboxed."""
+    equal: Equal = "episodes"
+    """Amount that is the same in full runs of all arms. `steps_as` and `CampaignRuns` keep it."""
+    code: str = ""
+    """Hash of the named code and tasks. A study whose files changed is refused."""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """By file, the hashes behind `code`."""
+    weights: Mapping[str, str] = field(default_factory=dict)
+    """By file, the hashes of a local model folder. Empty for other models."""
+
+    def __post_init__(self) -> None:
+        refuse(self.steps < 1, f"subject.steps = {self.steps}: a run learns at least 1 batch")
+        most = f"give 1 to subject.steps = {self.steps}"
+        refuse(not 1 <= self.evaluations <= self.steps, f"subject.evaluations = {self.evaluations}: {most} of them")
+        refuse(self.repeats < 1, f"subject.repeats = {self.repeats}: give 1 or more")
+        refuse(self.concurrency < 1, f"subject.concurrency = {self.concurrency}: give 1 or more")
+        refuse(
+            not math.isfinite(self.floor), f"subject.floor = {self.floor}: give the lowest score that a run may have"
+        )
+        refuse(not self.patience > 0, f"subject.patience = {self.patience}: give seconds above 0")
+
+    def agent_of(self, arm: str) -> str:
+        return self.agents.get(arm, self.agent)
+
+    def steps_at(self, fidelity: float) -> int:
+        """Number of batches of a run of that fraction of the full length."""
+        return max(1, round(self.steps * fidelity))
+
+    def evaluation_steps(self, fidelity: float) -> list[int]:
+        """Steps at which such a run is evaluated: 0, those of a full run that it reaches, and its last step."""
+        end = self.steps_at(fidelity)
+        spaced = {round(self.steps * number / self.evaluations) for number in range(self.evaluations + 1)}
+        return sorted({mark for mark in spaced if mark < end} | {end})
+
+    def to_json(self) -> dict[str, Any]:
+        """Omits empty fields that older studies lack, so that ids and seeds of older studies do not change."""
+        content = super().to_json()
+        for noted in ("files", "weights", "judged", "reward", "hidden", "readable"):
+            if not content[noted]:
+                del content[noted]
+        return content if content.pop("equal") == "episodes" else content | {"equal": self.equal}
+
+    def with_hashes(self) -> Subject:
+        """Returns the subject with hashes of its code, tasks and model. Raises `ConfigError` for a missing file."""
+        named = {self.agent, self.tasks, self.held_out, self.evaluator or self.agent, *self.agents.values()}
+        files, model = hashes_of(code_files(named)), {str(file): file for file in files_below(Path(self.model))}
+        return replace(self, code=digest_of(files), files=files, weights=hashes_of(model))
+
+    def evaluator_hash(self) -> str:
+        """Returns the hash of the evaluator and the held-out tasks."""
+        return digest_of(hashes_of(code_files({self.evaluator or self.agent, self.held_out})))
+
+    def check_code(self) -> None:
+        """Raises `ConfigError` if code, tasks or model changed since the study was fixed."""
+        if not self.code:
+            return
+        now = self.with_hashes()
+        for name, before, after in (("code", self.files, now.files), ("model", self.weights, now.weights)):
+            wrong = [
+                f"{file} {'is new' if file not in before else 'is gone' if file not in after else 'changed'}"
+                for file in sorted({*before, *after})
+                if before.get(file) != after.get(file)
+            ]
+            refuse(
+                bool(wrong),
+                f"subject.{name}: {', '.join(wrong)}. A study is fixed before its data: restore its files, or plan a "
+                "new study",
+            )
+
+    def load_judge(self) -> Judge:
+        """Loads an evaluator that scores conversations. Raises `ConfigError`."""
+        return load_function(self.evaluator, option="subject.evaluator")
+
+    def as_deployed(self, held_out: Sequence[Task], training: Sequence[Task]) -> list[Task]:
+        """Held-out tasks as the agent gets them: hidden values are those of training tasks, or empty without any."""
+        return [
+            replace(task, payload=self._public(task.payload, training[number % len(training)].payload))
+            for number, task in enumerate(held_out)
+        ]
+
+    def _public(self, payload: Any, other: Any) -> Any:
+        if not isinstance(payload, Mapping):
+            return payload
+        others = other if isinstance(other, Mapping) else {}
+        return {key: others.get(key, type(value)()) if key in self.hidden else value for key, value in payload.items()}
+
+    def load_arm_agent(self, arm: str) -> Agent:
+        """Loads the agent that an arm trains. Raises `ConfigError`."""
+        return load_agent(self.agent_of(arm), option="subject.agent")
+
+    def load_evaluator(self) -> Agent:
+        """Loads the agent that plays the held-out tasks. Raises `ConfigError`."""
+        return load_agent(self.evaluator or self.agent, option="subject.evaluator")
+
+    def training_tasks(self) -> list[Task]:
+        """Raises `ConfigError`."""
+        return load_tasks(self.tasks, option="subject.tasks")
+
+    def held_out_tasks(self) -> list[Task]:
+        """Raises `ConfigError`."""
+        return load_tasks(self.held_out, option="subject.held_out")
+
+
+def code_files(named: set[str]) -> dict[str, Path]:
+    """The file behind each name. For Python, also all Python files beside and below it: it may import them. The files
+    of an installed package are called by the package.
+    """
+    found: dict[str, Path] = {}
+    for name in named:
+        place, function = file_and_function(name)
+        file = Path(name) if name.endswith(".jsonl") else source_of(name, option="subject")
+        shown = file.parent
+        if function and not place.endswith(".py"):
+            module = Path(*place.split("."))
+            shown = module if file.name == "__init__.py" else module.parent
+        beside = [path for path in files_below(file.parent) if path.suffix == ".py"] if file.suffix == ".py" else []
+        found |= {str(shown / path.relative_to(file.parent)): path for path in {file, *beside}}
+    return found
+
+
+def files_below(folder: Path) -> Iterator[Path]:
+    """Yields the files below a folder, without hidden files and folders of other projects."""
+    for place, folders, names in os.walk(folder):
+        here = Path(place)
+        folders[:] = [] if here.name in NOT_IMPORTED else [name for name in folders if is_part_of_project(here / name)]
+        yield from (here / name for name in names if not name.startswith("."))
+
+
+def is_part_of_project(folder: Path) -> bool:
+    if folder.name.startswith(".") or folder.name in NOT_IMPORTED:
+        return False
+    return not any((folder / file).exists() for file in FOREIGN_MARKERS)
+
+
+def hashes_of(files: Mapping[str, Path]) -> dict[str, str]:
+    """Hashes files in pieces, because weights are large. Raises `ConfigError`."""
+    hashes = {}
+    for name, file in sorted(files.items()):
+        try:
+            with file.open("rb") as content:
+                hashes[name] = hashlib.file_digest(content, "sha256").hexdigest()[:12]
+        except OSError as error:
+            raise ConfigError(f"subject: {file}: {error.strerror or error}") from None
+    return hashes
+
+
+def digest_of(hashes: Mapping[str, str]) -> str:
+    return agent_source.hash_of({name: digest.encode() for name, digest in hashes.items()})
+
+
+# ---- the study -------------------------------------------------------------------------------------------------------
 
 Phase = Literal["explore", "confirm"]
 End = Literal["completed", "diverged", "infra_failed", "arm_failed"]
@@ -31,8 +332,6 @@ EXPECTED: Mapping[Sign, str] = {
     "0": "no difference that matters",
     "?": "nothing is known",
 }
-
-
 MOST_COMBINATIONS = 16
 """Maximum combinations of an arm's knobs. All are tried."""
 

@@ -22,12 +22,11 @@ from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from agentjet.client.agent_source import file_and_function
 from agentjet.config import parse_config
 from agentjet.errors import ConfigError
-from agentjet.research.models import Arm, Hypothesis, Knob, Study
-from agentjet.research.records import ARM_NAME, Setting, Value, mistake, refuse
+from agentjet.research.models import ARM_NAME, Arm, Hypothesis, Knob, Setting, Study, Subject, Value, mistake, refuse
 from agentjet.research.scheduler import estimate_cost
-from agentjet.research.subject import Subject
 from agentjet.research.swarm_runner import check_changes
 
 METRIC = "mean reward on the held-out tasks, at the last step"
@@ -116,7 +115,7 @@ def read_space(path: Path) -> Space:
 
 def code_hash(folder: Path, agent: str) -> str:
     """Hash of the file of `FILE.py:FUNCTION` and of the function's name."""
-    name, _, function = agent.partition(":")
+    name, function = file_and_function(agent)
     path = folder / name
     refuse(not path.is_file() or not function, f"agent = {agent!r}: give FILE.py:FUNCTION, in {folder}")
     return hashlib.sha256(function.encode() + b"\0" + path.read_bytes()).hexdigest()[:16]

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise, product
 from math import ceil
 from typing import NamedTuple, Protocol
@@ -39,8 +39,7 @@ from agentjet.research.diagnosis import (
     with_dead_environment,
 )
 from agentjet.research.journal import StudyLog
-from agentjet.research.models import Arm, Finding, Hypothesis, Outcome, Phase, Study, Trial
-from agentjet.research.records import Setting, canonical, hash_of
+from agentjet.research.models import Arm, Finding, Hypothesis, Outcome, Phase, Setting, Study, Trial, canonical, hash_of
 from agentjet.research.statistics import LookResult, nominal_level, predictive_power, read, welch
 
 # ---- launching and spending ------------------------------------------------------------------------------------------
@@ -121,11 +120,10 @@ class TrialRunner(Protocol):
 class TrialLauncher:
     """Launches the trials of a study once each, within its budget."""
 
-    def __init__(self, study: Study, log: StudyLog, runner: TrialRunner) -> None:
+    def __init__(self, study: Study, log: StudyLog, runner: TrialRunner, arms: Mapping[str, str] = {}) -> None:
+        """`arms` are the runner's names of arms, where they are not those of the study."""
         log.open_study(study)
-        self.study = study
-        self.log = log
-        self.runner = runner
+        self.study, self.log, self.runner, self._arms = study, log, runner, arms
 
     @property
     def spending(self) -> Spending:
@@ -161,18 +159,21 @@ class TrialLauncher:
         known = self.log.outcomes.get(trial.id, [])
         if len(known) < attempt:
             self._launch(trial, attempt)
-            outcome = with_dead_environment(self.runner.collect(launch_key(trial, attempt)))
-            assert outcome.trial == trial.id, f"the runner returned an outcome of {outcome.trial} for {trial.id}"
-            self.log.append("outcome", outcome.to_json())
+            outcome, known_as = self.runner.collect(launch_key(trial, attempt)), self._for_runner(trial).id
+            assert outcome.trial == known_as, f"the runner returned an outcome of {outcome.trial} for {known_as}"
+            self.log.entry("outcome", with_dead_environment(replace(outcome, trial=trial.id)).to_json())
         return self.log.outcomes[trial.id][attempt - 1]
 
     def _launch(self, trial: Trial, attempt: int) -> None:
         """Launches exactly once, also after a crash in between."""
         key = launch_key(trial, attempt)
         if self.log.attempts.get(trial.id, 0) < attempt:
-            self.log.append("intent", {"key": key, "trial": trial.to_json()})
+            self.log.entry("intent", {"key": key, "trial": trial.to_json()})
         if len(self.log.outcomes.get(trial.id, [])) < attempt and not self.runner.has(key):
-            self.runner.launch(key, trial)
+            self.runner.launch(key, self._for_runner(trial))
+
+    def _for_runner(self, trial: Trial) -> Trial:
+        return replace(trial, arm=self._arms.get(trial.arm, trial.arm))
 
 
 def launch_key(trial: Trial, attempt: int) -> str:
@@ -532,9 +533,13 @@ class Search:
         return max((one for one in settings(self.arm) if canonical(dict(one)) in scores), key=merit, default=None)
 
 
-def conduct(study: Study, log: StudyLog, runner: TrialRunner) -> tuple[list[Finding], TrialLauncher]:
-    """Returns the findings in the order of the hypotheses, and the launcher with its spending."""
-    launcher = TrialLauncher(study, log, runner)
+def conduct(
+    study: Study, log: StudyLog, runner: TrialRunner, arms: Mapping[str, str] = {}
+) -> tuple[list[Finding], TrialLauncher]:
+    """Returns the findings in the order of the hypotheses, and the launcher with its spending. `arms` are the runner's
+    names of arms, such as commits, where they are not those of the study.
+    """
+    launcher = TrialLauncher(study, log, runner, arms)
     findings = confirm(study, tune(study, launcher), launcher)
     diagnose(log)
     return findings, launcher

@@ -34,9 +34,7 @@ from agentjet.config import parse_config
 from agentjet.errors import AgentJetError, ConfigError
 from agentjet.research.diagnosis import with_dead_environment
 from agentjet.research.journal import write_whole
-from agentjet.research.models import Address, Outcome, Study, Trial
-from agentjet.research.records import Setting, canonical, shortened
-from agentjet.research.subject import Subject
+from agentjet.research.models import Address, Outcome, Setting, Study, Subject, Trial, canonical, shortened
 from agentjet.research.trial_process import WRONG_STUDY, RunRecord, TrialOrder
 
 # ---- servers ---------------------------------------------------------------------------------------------------------

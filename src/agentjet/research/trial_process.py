@@ -27,17 +27,29 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from agentjet.client.agent_source import one_line
 from agentjet.client.swarm_client import AsyncSwarm
 from agentjet.client.threads import exit_with_parent
 from agentjet.config.loader import leaves
 from agentjet.errors import AgentJetError, ConfigError
 from agentjet.research import arm_process
-from agentjet.research.arm_process import ArmClient, ArmFailed, ArmOrder, conversation
+from agentjet.research.arm_process import ArmClient, ArmFailed, ArmOrder, conversation, place_of
 from agentjet.research.diagnosis import FAILED, PLAYS, Signals, last
 from agentjet.research.journal import write_whole
-from agentjet.research.models import Address, End, Outcome, Transcript, Trial
-from agentjet.research.records import Record, Value, canonical, hash_of, shortened
-from agentjet.research.subject import Message, Subject, one_line_at
+from agentjet.research.models import (
+    Address,
+    End,
+    Message,
+    Outcome,
+    Record,
+    Subject,
+    Transcript,
+    Trial,
+    Value,
+    canonical,
+    hash_of,
+    shortened,
+)
 from agentjet.types import Task
 
 # ---- judged episodes -------------------------------------------------------------------------------------------------
@@ -142,7 +154,7 @@ class JudgedEpisodes:
         try:
             score = float(await asyncio.to_thread(self._judge, task, messages))
         except Exception as error:  # the boundary: the user's judge may raise anything
-            text = f"{named} failed at task {task.id!r}: {one_line_at(error)}"
+            text = f"{named} failed at task {task.id!r}: {one_line(error)}{place_of(error)}"
             raise ConfigError(f"{text}. The judge is fixed: correct it and start with another --out") from error
         if not math.isfinite(score):
             raise ConfigError(f"{named}: score = {score} of task {task.id!r}")

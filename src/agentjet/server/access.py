@@ -22,21 +22,21 @@ from starlette.requests import HTTPConnection
 from starlette.responses import Response
 
 from agentjet.errors import ConfigError, Conflict, Forbidden, NotFound, TooLarge, Unprocessable
-from agentjet.front import tracing
-from agentjet.front.http import Limits
-from agentjet.front.keys import KEY_PREFIX, Bearer, Keys, SessionCodes
-from agentjet.front.requests import (
+from agentjet.front.calls import present_episode
+from agentjet.front.http import (
     INFERENCE_PATH,
     PROBLEMS,
     Guard,
     GuardedRoute,
     Handler,
+    Limits,
     RunScope,
     bearer_of,
     key_of,
     route_path,
     scope_of,
 )
+from agentjet.front.keys import KEY_PREFIX, Bearer, Keys, SessionCodes
 from agentjet.protocol import PREFIX, RunSettings, RunView
 from agentjet.server.gateway import Gateway
 from agentjet.server.monitoring import Machine
@@ -176,7 +176,7 @@ def _token(needed: Bearer) -> Guard:
 def _check_episode(run: RunScope, request: Request, needed: Bearer = "client") -> None:
     episode_id = request.path_params["episode_id"]
     run.keys.control(bearer_of(request), needed, episode_id=episode_id, max_age=run.max_age())
-    tracing.episode_id.set(episode_id)
+    present_episode.set(episode_id)
 
 
 def _check_scorer(run: RunScope, request: Request) -> None:

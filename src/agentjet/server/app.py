@@ -23,10 +23,9 @@ import agentjet.protocol as bodies
 from agentjet.config import ServerConfig
 from agentjet.errors import InvalidRequest, MethodNotAllowed, NotFound, RequestError, Unauthorized
 from agentjet.front import inference
-from agentjet.front.http import Limits
-from agentjet.front.keys import Keys
-from agentjet.front.requests import (
+from agentjet.front.http import (
     BEARER,
+    Limits,
     RunMiddleware,
     allowed_hosts,
     bearer_of,
@@ -35,6 +34,7 @@ from agentjet.front.requests import (
     route_path,
     scope_of,
 )
+from agentjet.front.keys import Keys
 from agentjet.server import page, routes
 from agentjet.server.access import SMALL_BODY, VIEWER, ReadScope, ServedRuns, new_router
 from agentjet.server.collection import Collection

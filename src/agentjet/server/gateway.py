@@ -17,11 +17,9 @@ from typing import Any
 from agentjet.compute import Compute
 from agentjet.config import ServeConfig, parse_config
 from agentjet.errors import ConfigError, Conflict, Later, RecipeError, Unavailable, Unprocessable
-from agentjet.front import tracing
-from agentjet.front.calls import Calls
+from agentjet.front.calls import Calls, Tracing, present_run
 from agentjet.front.concurrency import Broadcast, GroupCommit, offload
 from agentjet.front.prompts import Demonstration, answer_all, num_characters
-from agentjet.front.tracing import Tracing
 from agentjet.protocol import (
     AbortRequest,
     BeginRequest,
@@ -514,7 +512,7 @@ class Gateway:
 
     async def _check_leases(self) -> None:
         """Expires leases soon after they end. Retries the disk while it refuses writes."""
-        tracing.run.set(self.run)
+        present_run.set(self.run)
         now = asyncio.get_running_loop().time
         next_try, logged = 0.0, ""
         while True:
@@ -544,7 +542,7 @@ class Gateway:
 
         After a failure of the recipe they wait until the engine is started again.
         """
-        tracing.run.set(self.run)
+        present_run.set(self.run)
         while True:
             await self.changed.until(self._can_decide)
             try:
@@ -567,7 +565,7 @@ class Gateway:
         """Deletes what the journal need not keep, in slices. Other requests go on between them. The next time deletes
         the rows that a stop or a full disk leaves.
         """
-        tracing.run.set(self.run)
+        present_run.set(self.run)
         swarm = self.swarm
         swarm.is_prune_due = True  # An earlier server may have been stopped between two slices.
         while True:

@@ -29,9 +29,10 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from agentjet.front.tracing import LogContextFilter
+from agentjet.front.calls import present_episode, present_run
 from agentjet.protocol import GpuView, MachineView
 from agentjet.server.gateway import Gateway
+from agentjet.server.observability import present_batch
 from agentjet.types import DEFAULT_RUN, EngineState
 
 log = logging.getLogger(__name__)
@@ -98,9 +99,17 @@ def redact(text: str) -> str:
 
 def configure_handler(handler: logging.Handler, line: str) -> None:
     """Sets filters and format of `handler`. `line` is the format in `logging`'s percent style."""
-    handler.addFilter(LogContextFilter())
+    handler.addFilter(_add_context)
     handler.addFilter(_is_relevant)
     handler.setFormatter(TextFormatter(line))
+
+
+def _add_context(record: logging.LogRecord) -> bool:
+    """Adds `run`, `episode_id` ('' if unknown) and `batch_id` (None if unknown) to a record. Drops none."""
+    for context in (present_run, present_episode, present_batch):
+        if not hasattr(record, context.name):
+            setattr(record, context.name, context.get())
+    return True
 
 
 def _is_relevant(record: logging.LogRecord) -> bool:

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from typing import Any
 import agentjet
 from agentjet.config import JobConfig
 from agentjet.errors import ConfigError, Later, StackLine, thread_stack
-from agentjet.front.tracing import Tracing
+from agentjet.front.calls import Tracing
 from agentjet.protocol import Event, duration, remaining
 from agentjet.recipes import hooks
 from agentjet.swarm import SwarmState
@@ -29,6 +30,17 @@ from agentjet.swarm.batches import NOT_FINITE, WAY_OUT
 from agentjet.types import SlowWork
 
 log = logging.getLogger(__name__)
+present_batch: ContextVar[int | None] = ContextVar("batch_id", default=None)
+
+
+@contextmanager
+def batch_context(batch: int) -> Iterator[None]:
+    """Context whose log records carry this `batch_id`. Child tasks inherit it."""
+    token = present_batch.set(batch)
+    try:
+        yield
+    finally:
+        present_batch.reset(token)
 
 
 def divergence(step: Mapping[str, float]) -> str:

@@ -22,7 +22,7 @@ from starlette.responses import Response
 
 import agentjet
 from agentjet.errors import NotFound
-from agentjet.front.requests import PROBLEM
+from agentjet.front.http import PROBLEM
 from agentjet.protocol import EpisodeFilters, EpisodeQuery
 
 FOLDER = Path(agentjet.__file__).parent / "page"

@@ -41,9 +41,9 @@ from agentjet.protocol import (
 )
 from agentjet.swarm import EpisodeRecord, Journal
 from agentjet.swarm.facts import Advantages, Members, is_uniform
-from agentjet.swarm.journal import BatchRecord
+from agentjet.swarm.journal import BatchRecord, unpack_sets
 from agentjet.swarm.origin import policies_of
-from agentjet.timeline.support import num_members, unpack_sets
+from agentjet.timeline.forest import num_members
 from agentjet.types import ESCAPE, ESCAPED_BYTE, SOLE_POLICY, Call, GroupState, Message
 
 View = TypeVar("View")

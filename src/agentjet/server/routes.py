@@ -19,8 +19,8 @@ import agentjet.protocol as bodies
 from agentjet.errors import Forbidden
 from agentjet.front.concurrency import offload
 from agentjet.front.dialects.completions import to_demonstration
+from agentjet.front.http import BEARER, PROBLEM, bearer_of, until_disconnect
 from agentjet.front.keys import CODE_SECONDS, LEVELS, SESSION_PREFIX, Bearer
-from agentjet.front.requests import BEARER, PROBLEM, bearer_of, until_disconnect
 from agentjet.server.access import (
     ADMIN,
     CLIENT,

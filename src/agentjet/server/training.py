@@ -25,7 +25,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from functools import partial
 
-from agentjet.compute.operations import FINGERPRINT, learn
+from agentjet.compute.protocol import FINGERPRINT, learn
 from agentjet.errors import (
     AgentJetError,
     CheckpointError,
@@ -38,10 +38,10 @@ from agentjet.errors import (
     WorkerDied,
     WorkerHung,
 )
-from agentjet.front import tracing
+from agentjet.front.calls import present_run
 from agentjet.protocol import CheckpointInfo
 from agentjet.server.checkpoints import combined_stamp
-from agentjet.server.observability import Telemetry, divergence, emit_event, metrics_not_finite
+from agentjet.server.observability import Telemetry, batch_context, divergence, emit_event, metrics_not_finite
 from agentjet.server.run_policies import PolicyVersions, all_of
 from agentjet.swarm import Batch
 from agentjet.timeline.batch import TrainingBatch
@@ -151,7 +151,7 @@ class TrainingLoop:
         self._learning = batch.id
         span = self._telemetry.tracing.span("step", batch_id=batch.id, policy_version=batch.id + 1, replay=replay)
         try:
-            with tracing.batch_context(batch.id), span:
+            with batch_context(batch.id), span:
                 training = await asyncio.to_thread(self._swarm.batches.training_batches, batch)
                 self._telemetry.timer.start_learning()
                 metrics, following, fingerprints = await self._apply(batch, training)
@@ -334,7 +334,7 @@ class Engine:
 
     async def _supervise(self) -> None:
         """Boundary: an error that `_keep_up` does not handle fails the engine."""
-        tracing.run.set(self._policies.run)
+        present_run.set(self._policies.run)
         try:
             await self._keep_up()
         except Exception as error:

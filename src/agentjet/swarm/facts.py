@@ -23,11 +23,10 @@ from agentjet.config import JobConfig
 from agentjet.errors import AgentJetError, ConfigError, RecipeError
 from agentjet.recipes import hooks
 from agentjet.recipes.recipe import Recipe
-from agentjet.swarm.journal import Journal
+from agentjet.swarm.journal import Journal, unpack_sets
 from agentjet.swarm.state import Batch, EpisodeRecord, reward_of
 from agentjet.timeline.batch import Facts, TrainingBatch
 from agentjet.timeline.forest import Forest, Row, build_forest, call_row
-from agentjet.timeline.support import unpack_sets
 from agentjet.timeline.tree import ConversationTree
 from agentjet.types import SOLE_POLICY, Call, FinishReason, metrics_prefix, policy_of
 

@@ -14,14 +14,17 @@ from __future__ import annotations
 
 import json
 import sqlite3
+import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import fields
 from functools import partial
+from itertools import pairwise
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self, get_args
 
+import numpy as np
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from agentjet import database
@@ -44,6 +47,7 @@ from agentjet.swarm.state import (
     State,
     new_episode_id,
 )
+from agentjet.timeline.forest import EVERYTHING
 from agentjet.timeline.tree import OrphanReason, orphans
 from agentjet.types import Call, CheckpointStamp
 
@@ -132,6 +136,29 @@ class Slice(NamedTuple):
 def encode_call(call: Call, encoded_suffix: Sequence[bytes], encoded_completion: Sequence[bytes]) -> bytes:
     """Returns the body of a call with the encoded bytes of each token."""
     return _CALL.dump_json((call, tuple(encoded_suffix), tuple(encoded_completion)))
+
+
+def pack_sets(sets: Sequence[bytes]) -> bytes:
+    """Returns the compressed sets of successive tokens, each distinct set once; empty if all are `EVERYTHING`."""
+    if not any(sets):
+        return b""
+    number: dict[bytes, int] = {}
+    order = [number.setdefault(one, len(number)) for one in sets]
+    head = np.array([len(number), *map(len, number), *order], "<u4").tobytes()
+    return zlib.compress(head + b"".join(number))
+
+
+def unpack_sets(packed: bytes, count: int) -> tuple[bytes, ...]:
+    """Returns the sets of `count` tokens from their packed form."""
+    if not packed:
+        return (EVERYTHING,) * count
+    content = zlib.decompress(packed)
+    (num_distinct,) = np.frombuffer(content, "<u4", 1)
+    lengths = np.frombuffer(content, "<u4", num_distinct, offset=4)
+    order = np.frombuffer(content, "<u4", count, offset=4 + 4 * num_distinct).tolist()
+    stops = (4 * (1 + num_distinct + count) + np.cumsum([0, *lengths])).tolist()
+    distinct = [content[start:stop] for start, stop in pairwise(stops)]
+    return tuple(distinct[i] for i in order)
 
 
 def to_json(value: Mapping[str, Any] | Sequence[Any]) -> str:

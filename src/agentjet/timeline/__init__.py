@@ -1,8 +1,7 @@
 """Conversations and batches as trees of tokens. Python and NumPy only.
 
-`tree` keeps the exact tokens of the calls of one episode and role, and finds the calls that are not trained. `identity`
-compares messages by meaning. `forest` merges the calls of a batch, so that every distinct token-in-context exists once.
-`support` encodes the sets of tokens that sampling chose from.
+`tree` keeps the exact tokens of the calls of one episode and role, and finds the calls that are not trained. `forest`
+merges the calls of a batch, so that every distinct token-in-context exists once, and encodes support sets.
 """
 
 from agentjet.timeline.batch import Facts, TrainingBatch

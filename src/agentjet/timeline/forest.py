@@ -11,12 +11,16 @@ A forest is cut to bound the memory of a pass. `split` makes forests that stand 
 `chunk_forest` makes chunks without repeating that path: prefix keys and values stay cached until the last chunk that
 uses them.
 
+A support set has the tokens that a target was chosen from, if a grammar, `top_p` or `top_k` excluded others. The
+learner must normalise over the same set as the sampler. So the set stays with the token from the sampler to the journal
+and the forest. It is never computed again.
+
 `part_of` is the part of a forest that one of several processes computes. Whole trees are distributed, longest first,
 each to the part with the fewest nodes. If that is uneven, trees are cut at their branches, because the calls of most
 batches share a system prompt and are one tree. The parts below a cut compute the nodes above it again, each once. Every
 target is in exactly one part. Equal forests have equal parts.
 
-NumPy only. Shapes: N nodes, M targets.
+NumPy only. Shapes: N nodes, M targets, V tokens of the vocabulary.
 """
 
 from __future__ import annotations
@@ -27,8 +31,6 @@ from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
-
-from agentjet.timeline.support import EVERYTHING
 
 IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
@@ -47,6 +49,45 @@ def column_type(name: str) -> type[np.int32] | type[np.float32]:
 
 TargetIndices = NDArray[np.int64]
 
+EVERYTHING = b""
+"""The support set of a token that was chosen from the whole vocabulary."""
+_KINDS = {0: (False, "<u2"), 1: (True, "<u2"), 2: (False, "<u4"), 3: (True, "<u4")}
+"""By the first byte of an encoded set: True if the ids are those of excluded tokens, and the type of a gap."""
+
+
+def encode_set(members: NDArray[np.bool_]) -> bytes:
+    """Returns the encoding of a support set from its members [V]. Raises `ValueError` for an empty set.
+
+    The first byte is the kind of encoding (see `_KINDS`). Then follow the gaps between the ids of the members, or of
+    the excluded tokens if they are fewer. No bytes are the whole vocabulary.
+    """
+    count = int(np.count_nonzero(members))
+    if count == len(members):
+        return EVERYTHING
+    if not count:
+        raise ValueError("an empty support set")
+    excludes = 2 * count > len(members)
+    gaps = np.diff(np.flatnonzero(~members if excludes else members), prepend=0)
+    kind = excludes + 2 * bool(gaps.max() > 0xFFFF)
+    return bytes([kind]) + gaps.astype(_KINDS[kind][1]).tobytes()
+
+
+def num_members(encoded: bytes) -> int | None:
+    """Returns the size of a set that has at most half of the vocabulary, else None."""
+    if encoded == EVERYTHING or _KINDS[encoded[0]][0]:
+        return None
+    return (len(encoded) - 1) // np.dtype(_KINDS[encoded[0]][1]).itemsize
+
+
+def decode_set(encoded: bytes, vocabulary: int) -> NDArray[np.bool_]:
+    """Returns the members [V] of a set."""
+    if encoded == EVERYTHING:
+        return np.ones(vocabulary, bool)
+    excludes, gap = _KINDS[encoded[0]]
+    members = np.full(vocabulary, excludes)
+    members[np.frombuffer(encoded, gap, offset=1).cumsum(dtype=np.int64)] = not excludes
+    return members
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -61,7 +102,7 @@ class Row:
     """Positions of the K targets in `tokens`, in the order of `columns`."""
     columns: Mapping[str, Column | float | int]
     support: tuple[bytes, ...] = ()
-    """The set from which each target was chosen (see `support`); empty if each was chosen from the whole vocabulary."""
+    """The set from which each target was chosen (see `encode_set`); empty if all were from the whole vocabulary."""
 
     def __getitem__(self, name: str) -> Any:
         """The values of a column."""

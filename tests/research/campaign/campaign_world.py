@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from agentjet.research.campaign.models import Intervention
-from agentjet.research.models import Outcome, Refused, Transcript
-from agentjet.research.records import canonical
+from agentjet.research.campaign.strategist import Intervention
+from agentjet.research.models import Outcome, Refused, Transcript, canonical
 from agentjet.research.swarm_runner import ServerUnavailable
 from tests.research.world import Launches
 

@@ -16,12 +16,9 @@ from typing import Any
 import pytest
 
 from agentjet.errors import ConfigError
-from agentjet.research.campaign.campaign import OFFLINE, Campaign, Question
-from agentjet.research.campaign.models import Budget, Intervention, ProposerAway, View
-from agentjet.research.campaign.notebook import NAME, Notebook
-from agentjet.research.campaign.runs import OBSERVING
-from agentjet.research.campaign.strategist import Strategist
-from agentjet.research.journal import JournalEntry
+from agentjet.research.campaign.campaign import OBSERVING, OFFLINE, Budget, Campaign, Question
+from agentjet.research.campaign.strategist import Intervention, ProposerAway, Strategist, View
+from agentjet.research.journal import NOTEBOOK, JournalEntry, Notebook
 from agentjet.research.models import Outcome, Trial
 from tests.research.campaign.campaign_world import SICK, Commits, FakeClock, FormulaRunner, truncating
 from tests.research.world import killed
@@ -336,7 +333,10 @@ def test_append_only(tmp_path: Path) -> None:
     with Notebook(tmp_path) as notebook:
         notebook.entry("started", {})
         for statement in ("UPDATE entries SET content = '1'", "DELETE FROM entries"):
-            with sqlite3.connect(tmp_path / NAME) as other, pytest.raises(sqlite3.IntegrityError, match="append only"):
+            with (
+                sqlite3.connect(tmp_path / NOTEBOOK) as other,
+                pytest.raises(sqlite3.IntegrityError, match="append only"),
+            ):
                 other.execute(statement)
 
 

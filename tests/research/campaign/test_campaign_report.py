@@ -13,12 +13,10 @@ from typing import Any
 import pytest
 
 from agentjet.errors import ConfigError
-from agentjet.research.campaign.campaign import Campaign, Question
-from agentjet.research.campaign.models import Budget, Intervention, Proposer, ProposerAway, View
-from agentjet.research.campaign.notebook import Notebook
+from agentjet.research.campaign.campaign import Budget, Campaign, Question
 from agentjet.research.campaign.report import build, curves_of, gather, subject
-from agentjet.research.campaign.strategist import Strategist
-from agentjet.research.journal import JournalEntry
+from agentjet.research.campaign.strategist import Intervention, Proposer, ProposerAway, Strategist, View
+from agentjet.research.journal import JournalEntry, Notebook
 from agentjet.research.models import Outcome
 from tests.research.campaign.campaign_world import Commits, FakeClock, FormulaRunner, truncating
 

@@ -22,7 +22,6 @@ import pytest
 
 from agentjet.cli.research import Proposers
 from agentjet.errors import ConfigError
-from agentjet.research.campaign.models import Intervention, ProposerAway, View
 from agentjet.research.campaign.proposers import (
     MAX_TURNS,
     REPAIRS,
@@ -36,6 +35,7 @@ from agentjet.research.campaign.proposers import (
     Reply,
     Tool,
 )
+from agentjet.research.campaign.strategist import Intervention, ProposerAway, View
 from agentjet.research.journal import JournalEntry
 from agentjet.research.models import Outcome, Transcript
 

@@ -117,7 +117,7 @@ def test_every_row_refers_to_known_facts() -> None:
     )
     known = set(facts_of(full))
     rules, remedies = table()
-    assert {text.split()[0] for rule in rules for text in rule.when} <= known
+    assert {name for rule in rules for name, _, _ in rule.when} <= known
     fields = {name for row in remedies for _, name, _, _ in string.Formatter().parse(row.why) if name}
     assert fields <= known | {"unseen_names"}
     assert {row.cause for row in remedies} <= {rule.cause for rule in rules} | {""}

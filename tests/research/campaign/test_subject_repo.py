@@ -21,7 +21,7 @@ import pytest
 
 from agentjet.errors import ConfigError
 from agentjet.research.arm_process import ArmFailed, ArmOrder
-from agentjet.research.campaign.models import Intervention
+from agentjet.research.campaign.strategist import Intervention
 from agentjet.research.campaign.subject_repo import SubjectRepo, read_subject
 from agentjet.research.models import Refused
 from agentjet.types import Task

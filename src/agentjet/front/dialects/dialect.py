@@ -2,7 +2,7 @@
 
 A dialect translates one API of a provider. Its `decode` turns the body of a request into a `CallRequest`. Its
 `Encoder` turns the chunks of a call into events; their sum is the answer to a request that does not stream. The
-translation is pure: it has no I/O and no clock. `server.inference` does the rest once for all dialects.
+translation is pure: it has no I/O and no clock. `front.inference` does the rest once for all dialects.
 
 Every request key has one treatment:
 

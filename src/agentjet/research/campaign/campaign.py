@@ -6,38 +6,284 @@ lack.
 The *base* is the subject with every confirmed change. The *tip* is a commit on top of it whose changes are not
 confirmed yet: if a change ends a sign and the score stays, the next proposals build on it, because one trouble can hide
 another. A study always compares with the base.
+
+`CampaignRuns` launches each run once, within the budget, and waits while servers or disks fail. A launch has an
+`intent` entry first; the runner is asked for its key before it launches. A run has an `observed` entry with its cost.
+Spending counts the steps that this process has passed, so that a resumed campaign, which passes them again, decides the
+same.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import math
+import re
+import sqlite3
 import time
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
-from math import inf
-from typing import Any
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
 
 from agentjet.errors import ConfigError
-from agentjet.research.campaign.models import (
-    Budget,
+from agentjet.research.campaign.strategist import (
+    BROKEN,
     Intervention,
     Proposer,
     ProposerAway,
     View,
-    check_evidence,
-    check_settings,
+    causes,
+    facts_of,
+    signs,
 )
-from agentjet.research.campaign.notebook import Notebook
-from agentjet.research.campaign.runs import CampaignRuns, Clock, Ending, Observation, StudyRunner, amount
-from agentjet.research.campaign.strategist import BROKEN, signs
 from agentjet.research.campaign.subject_repo import SubjectRepo
-from agentjet.research.journal import StudyLog, stored
-from agentjet.research.models import Arm, Finding, Hypothesis, Refused, Study
-from agentjet.research.records import Record, refuse
-from agentjet.research.scheduler import TrialRunner, conduct
-from agentjet.research.subject import MEASURED, Equal
+from agentjet.research.journal import JournalEntry, Notebook, StudyLog, stored
+from agentjet.research.models import (
+    MEASURED,
+    Arm,
+    Equal,
+    Finding,
+    Hypothesis,
+    Outcome,
+    Record,
+    Refused,
+    Setting,
+    Study,
+    Trial,
+    Value,
+    refuse,
+)
+from agentjet.research.report import StudyView
+from agentjet.research.scheduler import MAX_ATTEMPTS, TrialRunner, added_cost, conduct
+from agentjet.research.swarm_runner import ServerUnavailable
+
+# ---- launches, within the budget -------------------------------------------------------------------------------------
+
+OBSERVING = "campaign"
+"""Name in place of a study for the trials that observe."""
+WAITS = (60.0, 3600.0)
+"""Seconds before the servers are asked again: first, and at most."""
+PATIENCE = 7 * 86400.0
+"""Seconds without a server after which the campaign stops, to be resumed."""
+PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENOMEM, errno.EAGAIN, errno.EMFILE)
+"""Errors of the system that may pass: a full disk, no memory."""
+AMOUNTS: Mapping[str, tuple[str, ...]] = {
+    "episodes": ("batch/episodes",),
+    "tokens": ("batch/sampled_tokens",),
+    "seconds": ("time/sample", "time/wait", "time/learn"),
+}
+"""Signals that add up to an amount."""
+LONGEST_RUN = 4
+"""Maximum steps of a full run, in those of the subject as given, if arms learn from equal tokens or for equal times."""
+MAX_BUDGET = 1_000_000
+"""Maximum full runs or hours."""
+T = TypeVar("T")
+
+
+class Clock(Protocol):
+    """The module `time`, or one with which a week passes in a test at once."""
+
+    def time(self) -> float: ...
+
+    def sleep(self, seconds: float, /) -> None: ...
+
+
+class Ending(Exception):
+    """The campaign is over."""
+
+
+@dataclass(frozen=True)
+class Budget(Record):
+    """The most that a campaign may spend: full runs, or hours of work. Enforced by the campaign."""
+
+    runs: float | None = None
+    hours: float | None = None
+
+    def __post_init__(self) -> None:
+        given = [value for value in (self.runs, self.hours) if value is not None]
+        wrong = len(given) != 1 or not 0 < given[0] <= MAX_BUDGET
+        shown = f"budget: runs = {self.runs}, hours = {self.hours}"
+        refuse(wrong, f"{shown}: give one of them, more than 0, at most {MAX_BUDGET:,}")
+
+    @classmethod
+    def parse(cls, text: str) -> Budget:
+        """Reads `48h` or `500runs`. Raises `ConfigError`."""
+        given = re.fullmatch(r"([\d.]+)(runs|h)", text)
+        try:
+            amount = float(given[1] if given else "")
+        except ValueError:
+            raise ConfigError(f"budget = {text!r}: give hours or full runs, such as 48h or 500runs") from None
+        return cls(runs=amount) if text.endswith("runs") else cls(hours=amount)
+
+
+@dataclass(frozen=True)
+class Observation:
+    """A run of a commit, and the entry that has it."""
+
+    entry: int
+    commit: str
+    run: Outcome
+
+    @property
+    def causes(self) -> frozenset[str]:
+        return causes(self.run)
+
+    def score_at(self, share: float) -> float:
+        """Score at a share of the run, between its evenly spaced evaluations."""
+        return float(np.interp(share, np.linspace(0, 1, len(self.run.curve)), self.run.curve))
+
+
+class CampaignRuns:
+    def __init__(
+        self, question: Question, notebook: Notebook, runner: TrialRunner, clock: Clock, tell: Callable[[str], None]
+    ) -> None:
+        self.budget, self.equal, self.notebook = question.budget, question.equal, notebook
+        self.runner, self.clock, self.tell = runner, clock, tell
+        self._first: Outcome | None = None
+        """The first full run. Its tokens or seconds are those of every arm."""
+        self._steps: dict[str, int] = {}
+        """By commit, the steps of a full run, where tokens or seconds are equal."""
+        self.spent = {"runs": 0.0, "hours": 0.0}
+        """Full runs and hours of work so far."""
+        self._waited = 0.0
+        self._reached: dict[str, float] = {}
+        self._under_way: dict[str, Trial] = {}
+
+    def observe(
+        self, commits: Sequence[str], seed: int, why: str, because: Sequence[int], share: float = 1.0
+    ) -> list[Observation]:
+        """Runs the commits at the same time, each once; lost runs are repeated with the same seed.
+
+        Raises `Ending` before a launch that the budget does not pay for.
+        """
+        trials = [
+            Trial(OBSERVING, commit, self.setting(commit) if share == 1 else {}, seed, "explore", share)
+            for commit in commits
+        ]
+        for trial in trials:
+            self._launch(trial, 1, because)
+        return [self._observed(trial, why, because) for trial in trials]
+
+    def _launch(self, trial: Trial, attempt: int, because: Sequence[int]) -> str:
+        """Launches once, also after a crash in between, and returns the key."""
+        key = f"{trial.arm[:16]} {trial.seed} {trial.fidelity:.4f} {attempt}"
+        if key not in self._under_way and self._cost(trial) > self.left():
+            raise Ending("the budget is spent")
+        self._under_way[key] = trial
+        if self.notebook.known(f"observed {key}") is None:
+            self.note("intent", {"key": key, "trial": trial.to_json()}, f"intent {key}", because)
+            if not self.patiently(lambda: self.runner.has(key)):
+                self.patiently(lambda: self.runner.launch(key, trial))
+        return key
+
+    def _observed(self, trial: Trial, why: str, because: Sequence[int]) -> Observation:
+        for attempt in range(1, MAX_ATTEMPTS + 1):
+            key = self._launch(trial, attempt, because)
+            entry = self.notebook.known(f"observed {key}") or self.note(
+                "observed", {"why": why, **self._collected(key, trial)}, f"observed {key}", because
+            )
+            del self._under_way[key]
+            self.spend(entry.content["cost"], entry.content["hours"])
+            run = Outcome.from_json(entry.content["outcome"])
+            if run.score is not None:
+                added_cost(self._reached, trial)
+                self._measure(trial, run)
+            if run.end != "infra_failed":
+                break
+        return Observation(entry.number, trial.arm, run)
+
+    def _collected(self, key: str, trial: Trial) -> dict[str, Any]:
+        begun = self.working_time()
+        run = self.patiently(lambda: self.runner.collect(key))
+        trained = bool(run.curve) or run.score is not None  # else it never answered
+        return {
+            "trial": trial.to_json(),
+            "outcome": run.to_json(),
+            "facts": facts_of(run),
+            "signs": [sign.to_json() for sign in signs(run)],
+            "cost": self._cost(trial) if trained else 0.0,
+            "hours": (self.working_time() - begun) / 3600,
+        }
+
+    def _cost(self, trial: Trial) -> float:
+        """Full runs that a trial adds to those that were made."""
+        return added_cost(dict(self._reached), trial)
+
+    # ---- equal amounts -----------------------------------------------------------------------------------------------
+
+    def setting(self, commit: str) -> Setting:
+        """Settings of a commit's full runs, besides its own: their length, where a short run gave it."""
+        return {"job.max_steps": self._steps[commit]} if commit in self._steps else {}
+
+    def _measure(self, trial: Trial, run: Outcome) -> None:
+        self._first = self._first or run
+        if self.equal not in MEASURED or trial.fidelity == 1:
+            return
+        steps, whole = (len(one.signals.get(AMOUNTS[self.equal][0], ())) for one in (run, self._first))
+        used, given = (amount([one.signals], self.equal) for one in (run, self._first))
+        if used and given:
+            self._steps[trial.arm] = max(1, min(round(given * steps / used), LONGEST_RUN * whole))
+
+    # ---- budget ------------------------------------------------------------------------------------------------------
+
+    def spend(self, runs: float, hours: float) -> None:
+        self.spent["runs"] += runs
+        self.spent["hours"] += hours
+
+    def left(self) -> float:
+        """Full runs that the budget still pays for, without those that are under way."""
+        spent, waiting = self.spent, sum(map(self._cost, self._under_way.values()))
+        if self.budget.runs is not None:
+            return self.budget.runs - spent["runs"] - waiting
+        assert self.budget.hours is not None
+        each = spent["hours"] / spent["runs"] if spent["runs"] else 0.0
+        return (self.budget.hours - spent["hours"]) / each - waiting if each else math.inf
+
+    # ---- entries and patience ----------------------------------------------------------------------------------------
+
+    def note(self, kind: str, content: object, key: str, because: Sequence[int] = ()) -> JournalEntry:
+        """The entry under the key, which has this content if it is new. Waits while the disk is full."""
+        known = self.notebook.known(key)
+        return known or self.patiently(lambda: self.notebook.entry(kind, content, because, key=key))
+
+    def patiently(self, act: Callable[[], T]) -> T:
+        """Calls `act`, again and again while servers or the disk are away. Raises `ConfigError` in the end."""
+        pause, waited = WAITS[0], 0.0
+        while True:
+            try:
+                return act()
+            except (ServerUnavailable, OSError, sqlite3.OperationalError) as error:
+                if isinstance(error, OSError) and error.errno not in PASSING:
+                    raise
+                if waited >= PATIENCE:
+                    raise ConfigError(
+                        f"gave up after {waited / 3600:.0f} h: {error}. Resume the campaign later"
+                    ) from None
+                self.tell(f"{error}: trying again in {pause:.0f} s")
+            self.clock.sleep(pause)
+            waited += pause
+            self._waited += pause
+            pause = min(2 * pause, WAITS[1])
+
+    def working_time(self) -> float:
+        """Seconds, without waiting for servers and disks."""
+        return self.clock.time() - self._waited
+
+
+Signals = Mapping[str, Sequence[float | None]]
+
+
+def amount(runs: Iterable[Signals], of: str) -> float:
+    """Sum over runs of training episodes, of sampled tokens of training, or of seconds; 0 for steps."""
+    values = [value for signals in runs for name in AMOUNTS.get(of, ()) for value in signals.get(name, ())]
+    return math.fsum(value for value in values if value is not None)
+
+
+# ---- the campaign ----------------------------------------------------------------------------------------------------
 
 SHORT = 1 / 3
 """Share of a full run in the first screen."""
@@ -139,8 +385,8 @@ class Campaign:
         `limits` are sentences about what this machine cannot guarantee.
         """
         self.question, self.notebook, self.repo = question, notebook, repo
-        self.runner, self.proposers, self.limits, self._tell = runner, proposers, limits, tell
-        self.runs = CampaignRuns(notebook, runner, question.budget, clock, tell, question.equal)
+        self.proposers, self.limits = proposers, limits
+        self.runs = CampaignRuns(question, notebook, runner, clock, tell)
         self.tried: dict[str, set[str]] = {}
         """By commit, names of the interventions that were tried on it."""
         self.failures: dict[str, int] = {}
@@ -243,14 +489,17 @@ class Campaign:
 
     def _ask(self, proposer: Proposer, position: Position, tried: Set[str], most: int) -> dict[str, Any]:
         if proposer is not self.proposers[-1]:
-            self._tell(f"asking {proposer.name}, which may take minutes")
+            self.runs.tell(f"asking {proposer.name}, which may take minutes")
         tip, entries, files = position.tip, tuple(self.notebook.entries), self.repo.files(position.tip.commit)
         view = View(self.question.topic, tip.run, tip.entry, tried, entries, files, self.repo.judge_source())
         try:
             answers = proposer.propose(view, most)
         except ProposerAway as away:
-            return {"proposals": [], "away": as_text(str(away))}
-        return {"proposals": [as_text(one) if isinstance(one, str) else one.to_json() for one in answers]}
+            return {"proposer": proposer.name, "proposals": [], "away": as_text(str(away))}
+        return {
+            "proposer": proposer.name,
+            "proposals": [as_text(one) if isinstance(one, str) else one.to_json() for one in answers],
+        }
 
     def _screen(self, number: int, position: Position, candidates: list[Candidate]) -> list[Screened]:
         """Runs the candidates short, the better ones in full, with the seed of the base. Best first."""
@@ -266,9 +515,9 @@ class Campaign:
             seen = self.runs.observe([each.commit for each in alive], seed, f"round {number} screen", because, SHORT)
             short = {at.commit: at.run.score for at in seen if at.run.score is not None}
             level = position.base.score_at(SHORT)
-            ahead = [each for each in alive[1:] if short.get(each.commit, -inf) > level]
+            ahead = [each for each in alive[1:] if short.get(each.commit, -math.inf) > level]
             ahead.sort(key=lambda each: -short[each.commit])
-            if short.get(alive[0].commit, -inf) > level - CLEAR * self.question.sesoi:
+            if short.get(alive[0].commit, -math.inf) > level - CLEAR * self.question.sesoi:
                 ahead.insert(0, alive[0])
             else:
                 self._count_failure(alive[0])
@@ -359,8 +608,9 @@ class Campaign:
 
     def _conduct(self, study: Study, made: Intervention) -> dict[str, Any]:
         begun = self.runs.working_time()
-        runner = StudyRunner(self.runner, study)
-        [finding], launcher = self.runs.patiently(lambda: conduct(study, StudyLog(), runner))
+        commits = {arm.name: arm.code for arm in study.arms}
+        [finding], launcher = self.runs.patiently(lambda: conduct(study, StudyLog(), self.runs.runner, commits))
+        view = StudyView(launcher.log)
         signals = [outcome.signals for of_trial in launcher.log.outcomes.values() for outcome in of_trial]
         return {
             "name": made.name,
@@ -368,7 +618,7 @@ class Campaign:
             "verdict": finding.verdict,
             "accepted": finding.verdict == "supported",
             "meaning": meaning(made, finding),
-            "outcomes": {arm.name: scores_of(launcher, arm.name) for arm in study.arms},
+            "outcomes": {arm.name: view.scores(arm.name) for arm in study.arms},
             "spent": launcher.spending.total,
             "hours": (self.runs.working_time() - begun) / 3600,
             **{name: amount(signals, name) for name in ("episodes", "tokens")},
@@ -428,6 +678,59 @@ class Campaign:
         }
 
 
+# ---- proposals -------------------------------------------------------------------------------------------------------
+
+FIXED = ("job.seed", "job.max_steps", "job.keep_best")
+"""Settings of the campaign itself."""
+LENGTH = ("job.batch_size", "job.group_size")
+NUMBER = re.compile(r"(?<![\w.])([-+]?\d[\d,]*\.?\d*(?:[eE][-+]?\d+)?)\s*(%?)")
+CLOSE = 0.02
+"""Relative difference within which a cited number counts as that of the evidence."""
+TRIVIAL = 3
+"""Whole numbers up to this are words, such as "one of two"."""
+
+
+def check_settings(made: Intervention, settings: Mapping[str, Value]) -> None:
+    """`settings` are those in effect on the base."""
+    for name, value in made.changes.items():
+        if not name.startswith("job.") or name in FIXED:
+            raise Refused(f"{name} = {value!r}: it is not the proposer's to change; give settings of the job")
+    before, after = ({**settings, **changes} for changes in ({}, made.changes))
+    if any(name in made.changes for name in LENGTH):
+        has, wanted = (episodes(each) for each in (before, after))
+        if wanted is None or wanted != has:
+            raise Refused(
+                f"job.batch_size x job.group_size: the base has {has} episodes a step, and arms are compared at equal "
+                "episodes; change both settings"
+            )
+
+
+def episodes(settings: Mapping[str, Value]) -> int | None:
+    """Training episodes of a batch; None without both sizes."""
+    batch, group = (settings.get(name) for name in LENGTH)
+    return batch * group if isinstance(batch, int) and isinstance(group, int) else None
+
+
+def check_evidence(made: Intervention, entries: Sequence[JournalEntry]) -> None:
+    """Every number in `why` must be one of the cited entries."""
+    by_number = {entry.number: entry for entry in entries}
+    if missing := [number for number in made.evidence if number not in by_number]:
+        raise Refused(f"evidence = {missing}: the notebook has no such entries; cite numbers of entries")
+    cited = numbers_in(" ".join(json.dumps(by_number[number].content) for number in made.evidence))
+    for number in numbers_in(made.why):
+        whole = number.is_integer() and abs(number) <= TRIVIAL
+        if not whole and not any(close(number, known) for known in cited):
+            raise Refused(f"why: {number:g} stands in none of the cited entries; cite the entry that has it")
+
+
+def numbers_in(text: str) -> list[float]:
+    return [float(digits.replace(",", "")) / (100 if percent else 1) for digits, percent in NUMBER.findall(text)]
+
+
+def close(number: float, known: float) -> bool:
+    return abs(number - known) <= CLOSE * max(abs(known), abs(number)) + 1e-12
+
+
 def parsed(proposal: object) -> Intervention:
     """A proposal of the notebook as an intervention. Raises `Refused`."""
     if isinstance(proposal, str):
@@ -448,13 +751,6 @@ def seed_of(question: Question, number: int) -> int:
     """Seeds of a campaign: 0 for screens, others for studies, so that studies see fresh ones."""
     digest = hashlib.sha256(f"{question.seed} {number}".encode()).digest()
     return int.from_bytes(digest[:4], "big")
-
-
-def scores_of(launcher: Any, arm: str) -> list[float]:
-    """Scores of the confirming trials, in the order of their seeds."""
-    trials = [trial for trial in launcher.log.trials.values() if trial.arm == arm and trial.phase == "confirm"]
-    last = [launcher.log.outcomes[trial.id][-1] for trial in trials if launcher.log.outcomes.get(trial.id)]
-    return [outcome.score for outcome in last if outcome.score is not None]
 
 
 def meaning(made: Intervention, finding: Finding) -> str:

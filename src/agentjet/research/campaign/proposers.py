@@ -30,10 +30,9 @@ from pydantic import TypeAdapter
 from agentjet.client.command import CapturedProcess
 from agentjet.errors import AgentJetError, ConfigError
 from agentjet.research import landlock
-from agentjet.research.campaign.models import Intervention, ProposerAway, View
-from agentjet.research.campaign.strategist import facts_of
+from agentjet.research.campaign.strategist import Intervention, ProposerAway, View, facts_of
 from agentjet.research.campaign.subject_repo import git, read_folder, write_files
-from agentjet.research.records import Record, adapter, shortened
+from agentjet.research.models import Message, Record, adapter, shortened
 
 # ---- a language model ------------------------------------------------------------------------------------------------
 
@@ -51,7 +50,6 @@ results: they come from runs. The model, the held-out tasks, the evaluator and t
 {most} interventions, the most promising first, then call finish. Question: {topic}"""
 
 
-Message = dict[str, Any]
 Tool = dict[str, Any]
 
 

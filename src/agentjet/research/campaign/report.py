@@ -11,15 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from agentjet.errors import ConfigError
-from agentjet.research.campaign.campaign import PROMISING
-from agentjet.research.campaign.notebook import NAME, Notebook, described, spending
-from agentjet.research.campaign.runs import amount
+from agentjet.research.campaign.campaign import PROMISING, amount
 from agentjet.research.campaign.strategist import WORTH
-from agentjet.research.journal import JournalEntry
-from agentjet.research.models import Trial
-from agentjet.research.records import shortened
-from agentjet.research.report import curves, effects, files_of, number, write_files
-from agentjet.research.report.facts import SIMULATED
+from agentjet.research.journal import NOTEBOOK, JournalEntry, Notebook, described, proposer_of
+from agentjet.research.models import Trial, shortened
+from agentjet.research.report import SIMULATED, curves, effects, files_of, number, write_files
 from agentjet.research.scheduler import DIRECTIONAL
 
 KNOWN_AS = {
@@ -110,7 +106,7 @@ def gather(notebook: Notebook) -> dict[str, Any]:
         "evaluation_steps": evaluation_steps(first),
         "transcripts": [moment(title, entry) for title, entry in moments],
         "cost": {
-            **spending(notebook),
+            **notebook.spending(),
             **volume(observed, notebook),
             "observed": len(observed),
             "hypotheses": len(notebook.of("hypothesis")),
@@ -124,7 +120,7 @@ def gather(notebook: Notebook) -> dict[str, Any]:
         "remarks": note.read_text(encoding="utf-8").splitlines() if note.is_file() else [],
         "record_kept": (notebook.path / "llm.jsonl").is_file(),
         "commits_kept": (notebook.path / "subject").is_dir(),
-        "notebook": NAME,
+        "notebook": NOTEBOOK,
         "folder": notebook.path.name,
     }
 
@@ -156,7 +152,7 @@ NO_RESULT |= dict.fromkeys(("estimate", "low", "high", "confidence", "p_value", 
 def claim(entry: JournalEntry, notebook: Notebook) -> dict[str, Any]:
     """A study with its hypothesis and its result; `learned` may be missing while it is conducted."""
     asked = next(notebook.entries[n - 1] for n in entry.because if notebook.entries[n - 1].kind == "hypothesis").content
-    known = notebook.known(f"learned {entry.key.removeprefix('study ')}")
+    known = next((learned for learned in notebook.of("learned") if entry.number in learned.because), None)
     learned = known.content if known else {}
     found = {**asked, **NO_RESULT, **learned, **learned.get("finding", {})}
     found.pop("finding", None)
@@ -228,7 +224,7 @@ def proposers(notebook: Notebook) -> dict[str, list[str | None]]:
     asked: dict[str, list[str | None]] = {}
     for entry in notebook.of("intent"):
         if "proposals" in entry.content:
-            name = entry.key.partition(" asked ")[2]
+            name = proposer_of(entry)
             asked.setdefault(sentence(KNOWN_AS.get(name, name)), []).append(entry.content.get("away"))
     return asked
 

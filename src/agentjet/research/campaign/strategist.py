@@ -1,4 +1,6 @@
-"""`Strategist`: the proposer without a language model. Rules from what a run shows to remedies: `remedies.toml`.
+"""`Proposer`, what it proposes, and `Strategist`, which needs no language model. Its rules are in `remedies.toml`.
+
+An intervention changes the subject's files only. Model, held-out tasks, evaluator and lengths of a run are the judge's.
 
 The facts of a run are numbers by name. A sign holds if its conditions on the facts hold. A remedy applies if its sign
 holds. Remedies are ordered by prior times the effect that is left. Likely remedies are also proposed as one
@@ -15,18 +17,93 @@ import difflib
 import json
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from functools import cache, partial
 from statistics import fmean
-from typing import Any
+from typing import Annotated, Any, Literal, Protocol
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from agentjet.research.campaign.models import LONGEST_NAME, Intervention, Kind, Sign, View
+from agentjet.client.agent_source import file_and_function
 from agentjet.research.diagnosis import Signals, SignRule, toml_of
-from agentjet.research.models import Outcome
-from agentjet.research.records import Value
+from agentjet.research.journal import JournalEntry
+from agentjet.research.models import Outcome, Record, Setting, Value, refuse
+
+# ---- proposals -----------------------------------------------------------------------------------------------------
+
+Kind = Literal["settings", "recipe", "agent", "prompt", "reward", "curriculum", "tasks"]
+LONGEST_NAME = 160
+LONGEST_PATCH = 200_000
+Reason = Annotated[str, Field(max_length=2_000)]
+
+
+@dataclass(frozen=True)
+class Intervention(Record):
+    """A change of the subject and why it is worth a try. Its arm is a commit."""
+
+    name: Annotated[str, Field(min_length=1, max_length=LONGEST_NAME)]
+    kind: Kind
+    changes: Setting = field(default_factory=dict)
+    """Settings of `[settings]` in subject.toml, by dotted name."""
+    patch: Annotated[str, Field(max_length=LONGEST_PATCH)] = ""
+    """A unified diff of the subject's folder; empty if only settings change."""
+    why: Reason = ""
+    predicts: Reason = ""
+    refutes: Reason = ""
+    """Result that would refute the hypothesis."""
+    evidence: tuple[int, ...] = ()
+    """Numbers of the notebook's entries that the reason refers to."""
+
+    def __post_init__(self) -> None:
+        refuse(not self.changes and not self.patch, f"{self.name}: it changes nothing; give settings or a patch")
+
+
+@dataclass(frozen=True)
+class Sign(Record):
+    """A cause that a run shows: see `remedies.toml`."""
+
+    cause: str
+    seen: str
+    evidence: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class View:
+    """The part of a campaign that a proposer may read. Nothing in it comes from held-out tasks."""
+
+    topic: str
+    observation: Outcome
+    """The newest full run of the commit that the next intervention changes."""
+    observed: int
+    """Number of that run's entry."""
+    tried: Set[str]
+    """Names of the interventions that were tried on this commit."""
+    notebook: Sequence[JournalEntry]
+    files: Mapping[str, str]
+    """The commit's text files by path, without the judge's held-out tasks."""
+    judge_source: str
+    """Source of the evaluator, which an arm may copy as its training reward."""
+
+
+class Proposer(Protocol):
+    """The strategist, a language model or a coding agent."""
+
+    name: str
+
+    def propose(self, view: View, most: int) -> Sequence[Intervention | str]:
+        """Returns at most `most` proposals, the most promising first. The campaign checks each.
+
+        An unusable answer is returned as text with the reason; the campaign records it as refused. Raises
+        `ProposerAway`.
+        """
+        ...
+
+
+class ProposerAway(Exception):
+    """The proposer does not answer. The next one is asked."""
+
 
 # ---- edits of files --------------------------------------------------------------------------------------------------
 
@@ -53,7 +130,7 @@ def lines(text: str) -> list[str]:
 
 def agent_file(files: Files) -> tuple[str, str]:
     """The file of the agent and its function. Empty if the agent is not a file of the subject."""
-    file, _, function = str(tomllib.loads(files["subject.toml"]).get("agent", "")).rpartition(":")
+    file, function = file_and_function(str(tomllib.loads(files["subject.toml"]).get("agent", "")))
     return (file, function) if file in files else ("", "")
 
 
@@ -119,7 +196,7 @@ def user_content(node: ast.AST) -> ast.expr | None:
 def judge_reward(files: Files, judge_source: str) -> Files:
     """Pays in training what the judge pays, by a copy of its function."""
     subject = tomllib.loads(files["subject.toml"])
-    function = str(subject["evaluator"]).rpartition(":")[2]
+    _, function = file_and_function(str(subject["evaluator"]))
     named = f'reward = "{REWARD_FILE}:{function}"\n'
     if not judge_source or subject.get("reward") == f"{REWARD_FILE}:{function}":
         return {}

@@ -30,16 +30,24 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from agentjet.client.agent_source import hash_of
+from agentjet.client.agent_source import file_and_function, hash_of
 from agentjet.config.loader import leaves, parse_config
 from agentjet.errors import ConfigError
 from agentjet.research import arm_process
 from agentjet.research.arm_process import ArmFailed, ArmOrder
-from agentjet.research.campaign.models import Intervention
+from agentjet.research.campaign.strategist import Intervention
 from agentjet.research.journal import write_whole
-from agentjet.research.models import Address, Refused, Trial
-from agentjet.research.records import refuse, unknown_key
-from agentjet.research.subject import Equal, Subject, digest_of, files_below
+from agentjet.research.models import (
+    Address,
+    Equal,
+    Refused,
+    Subject,
+    Trial,
+    digest_of,
+    files_below,
+    refuse,
+    unknown_key,
+)
 from agentjet.research.swarm_runner import check_changes
 from agentjet.types import Task
 
@@ -100,7 +108,7 @@ def resolved(given: Subject, folder: Path) -> Subject:
         named = getattr(given, key)
         if not named and key == "reward":
             continue
-        file, _, function = named.partition(":")
+        file, function = file_and_function(named)
         is_tasks = key in ("tasks", "held_out") and named.endswith(".jsonl")
         wrong = not is_tasks and not (file.endswith(".py") and function.isidentifier())
         refuse(wrong, f"{key} = {named!r}: give FILE.py:FUNCTION{' or FILE.jsonl' * ('ta' in key)}")
@@ -108,17 +116,13 @@ def resolved(given: Subject, folder: Path) -> Subject:
         wrong = Path(file).is_absolute() or not place.is_relative_to(folder.resolve()) or not place.is_file()
         refuse(wrong, f"{key} = {named!r}: there is no file {file!r} in {folder}: name one of that folder")
         refuse(
-            key != "held_out" and file == held_out_file(given),
+            key != "held_out" and file == file_of(given.held_out),
             f"held_out = {given.held_out!r}: {key} is in the same file, which arms read: move the held-out tasks to a "
             "file that holds nothing else",
         )
     model = folder / given.model
     readable = tuple(str((folder / place).resolve()) for place in given.readable)
     return replace(given, model=str(model.resolve()) if model.is_dir() else given.model, readable=readable)
-
-
-def held_out_file(given: Subject) -> str:
-    return given.held_out.partition(":")[0]
 
 
 def steps_as(given: Subject, first: Subject) -> int:
@@ -190,7 +194,7 @@ class SubjectRepo:
             given = read_subject(subject)
             check_settings(given.settings)
             contents = read_folder(subject.parent.absolute(), Path(given.model))
-            held_out = held_out_file(given)
+            held_out = file_of(given.held_out)
             remove_parts(folder)  # left by a start that was killed
             write_files(contents, folder / "judge")
             contents[SUBJECT] = flat_toml(given).encode()
@@ -347,7 +351,7 @@ class SubjectRepo:
             raise Refused("it changes nothing: give another change")
         first = self._subject_file(self.first)
         for path in changed:
-            if path in (file_of(first.evaluator), held_out_file(first)):
+            if path in (file_of(first.evaluator), file_of(first.held_out)):
                 raise Refused(f"{path}: the judge's files are fixed; an arm may copy the evaluator under another name")
             if path in after and any(part.startswith(".") for part in Path(path).parts):
                 raise Refused(f"{path}: give a regular file whose name does not begin with a dot")
@@ -510,5 +514,4 @@ def check_settings(settings: Mapping[str, Any]) -> None:
 
 
 def file_of(named: str) -> str:
-    """The file of `FILE.py:FUNCTION` or of a list of tasks."""
-    return named.rpartition(":")[0] or named
+    return file_and_function(named)[0]

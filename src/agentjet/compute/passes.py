@@ -1,0 +1,459 @@
+"""The learner's passes: from a forest to the hidden states that predict its targets, to their distributions, and back.
+
+* `PrefixPass` computes each node once, under an attention plan. On CUDA, each micro-batch computes its nodes alone.
+* `RowPass` computes one row per timeline, for models that do not share prefixes. A timeline is a root-to-leaf path that
+  ends in a target. Each target is computed in exactly one of the rows that contain it.
+
+Loss, weights and optimiser do not depend on the pass. Rows are padded on the right without a mask, because no layer of
+a causal model lets a token see a later one.
+
+The distributions are those of a policy or a `Teacher`; value heads predict beside them.
+
+* Logits over the vocabulary exist only for positions that predict a target, `HEAD_ROWS` at a time.
+* If a token was chosen from a set (a grammar, `top_p`, `top_k`), its distribution is restricted to that set. So are
+  entropy and KL terms. A token without an alternative has log-probability 0 and no gradient, and counts.
+
+Shapes: M targets, U positions that predict a target, D distributions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, Self, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from agentjet.compute.attention import ForestPlan, KeyValues, flat_forward, forest_plan
+from agentjet.compute.model import load_policy
+from agentjet.compute.policy import Policy
+from agentjet.compute.recurrence import States
+from agentjet.config import ModelConfig
+from agentjet.recipes.recipe import ValueHeads
+from agentjet.timeline.forest import Forest, ForestChunk, Row, build_forest, chunk_forest, decode_set, restrict, split
+from agentjet.types import TokenScore
+
+IntArray = NDArray[np.int64]
+
+
+class Pass(Protocol):
+    """One way through the model. Shapes: M targets, U positions that predict a target."""
+
+    def pieces(self, forest: Forest, max_tokens: int) -> Sequence[tuple[Forest, IntArray]]:
+        """Cut a forest into micro-batches of at most `max_tokens` computed tokens, with the indices of their targets.
+
+        A longer single path is a micro-batch alone.
+        """
+        ...
+
+    def num_computed(self, forest: Forest) -> int:
+        """Returns the number of tokens that a pass over this piece computes, with padding."""
+        return forest.num_nodes
+
+    def hidden(self, forest: Forest) -> tuple[Tensor, Tensor]:
+        """Returns hidden states [U, hidden] of the predicting positions, and each target's row [M] among them.
+
+        Pieces must come in the order of `pieces`.
+        """
+        ...
+
+    def backward(self, hidden: Tensor, gradient: Tensor | None) -> None:
+        """Do the backward pass of the last piece, from the gradient of its `hidden`; None if it has no target."""
+        if gradient is not None and hidden.requires_grad:  # An adapter of the head alone ends above the decoder.
+            hidden.backward(gradient)  # type: ignore[no-untyped-call]
+
+    def finish(self) -> None:
+        """Complete the gradients after the last piece."""
+        return
+
+    def forget(self) -> None:
+        """Drop what is kept of pieces, after a failure between them."""
+        return
+
+
+def pass_of(policy: Policy, *, keeps: bool = True) -> Pass:
+    """Returns the pass for a policy. `keeps` is that of `PrefixPass`."""
+    return PrefixPass(policy, keeps=keeps) if policy.learns_forests else RowPass(policy)
+
+
+class RowPass(Pass):
+    """Computes every timeline as a separate row, in batches of similar length."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+
+    def pieces(self, forest: Forest, max_tokens: int) -> Sequence[tuple[Forest, IntArray]]:
+        """See `Pass`. A piece is the forest of its timelines."""
+        leaves, row = _timelines(forest)
+        pieces: list[tuple[Forest, IntArray]] = []
+        for batch in _batches(forest.depth[leaves] + 1, max_tokens):
+            nodes = np.unique(np.concatenate([_path(forest, leaf) for leaf in leaves[batch]]))
+            inside = np.isin(row, batch)
+            pieces.append((restrict(forest, nodes, inside), np.flatnonzero(inside)))
+        return pieces
+
+    def num_computed(self, forest: Forest) -> int:
+        leaves, _ = _timelines(forest)
+        return len(leaves) * (int(forest.depth[leaves].max(initial=-1)) + 1)
+
+    def hidden(self, forest: Forest) -> tuple[Tensor, Tensor]:
+        leaves, row = _timelines(forest)
+        if not len(leaves):  # The filling of a rank without work: one node without a target.
+            leaves = np.zeros(1, np.int64)
+        width = int(forest.depth[leaves].max()) + 1
+        tokens = np.zeros((len(leaves), width), np.int64)
+        for i, leaf in enumerate(leaves):
+            path = _path(forest, leaf)
+            tokens[i, : len(path)] = forest.tokens[path]
+        out = cast(Any, self._policy.decoder)(input_ids=_ids(tokens, self._policy.device), use_cache=False)
+        hidden: Tensor = out.last_hidden_state
+        return _predicting(hidden.flatten(0, 1), row * width + forest.depth[forest.node] - 1)
+
+
+def _timelines(forest: Forest) -> tuple[IntArray, IntArray]:
+    """Returns the leaves of the timelines to compute, and the number [M] of each target's timeline among them.
+
+    A target belongs to the first leaf at or after it in depth-first order, which is its descendant.
+    """
+    leaves = np.flatnonzero(forest.end == np.arange(forest.num_nodes) + 1)
+    used, row = np.unique(np.searchsorted(leaves, forest.node), return_inverse=True)
+    return leaves[used], row.astype(np.int64)
+
+
+def _path(forest: Forest, leaf: int) -> IntArray:
+    """Returns the nodes from the root to a leaf: those whose interval of descendants contains the leaf."""
+    return np.flatnonzero(forest.end[: leaf + 1] > leaf)
+
+
+def _batches(lengths: NDArray[np.integer[Any]], max_tokens: int) -> Iterator[IntArray]:
+    """Yields rows of similar length whose padded area is within the budget, or a single longer row."""
+    order = np.argsort(-lengths, kind="stable")
+    at = 0
+    while at < len(order):
+        count = max(1, max_tokens // int(lengths[order[at]]))
+        yield np.sort(order[at : at + count])
+        at += count
+
+
+def _predicting(hidden: Tensor, positions: NDArray[np.integer[Any]]) -> tuple[Tensor, Tensor]:
+    """Returns the rows of `hidden` [P, hidden] at the distinct `positions` [M], and each position's index in them."""
+    distinct, rows = np.unique(positions, return_inverse=True)
+    return hidden.index_select(0, _ids(distinct, hidden.device)), _ids(rows, hidden.device)
+
+
+def _ids(values: NDArray[np.integer[Any]], device: torch.device) -> Tensor:
+    return torch.from_numpy(values.astype(np.int64)).to(device)
+
+
+@dataclass(slots=True)
+class _ForwardPass:
+    """The forward pass of a piece until its backward pass.
+
+    Pieces below read `shared`, which are leaf tensors: their backward passes end there and add up the gradients of
+    `computed`, this piece's own keys and values. So do those of `shared_states` and `states`, which recurrent layers
+    carry. All are empty if the piece is not kept.
+    """
+
+    num_cached: int
+    computed: KeyValues
+    shared: KeyValues
+    states: States
+    shared_states: States
+    hidden: Tensor
+    hidden_gradient: Tensor | None = None
+
+    def backward(self) -> None:
+        """Do the backward pass, from the hidden states and from the keys and values that other pieces used."""
+        found = [(self.hidden, self.hidden_gradient)]
+        for layer, pair in self.computed.items():
+            found += [(own, shared.grad) for own, shared in zip(pair, self.shared[layer], strict=True)]
+        found += [(own, self.shared_states[key].grad) for key, own in self.states.items()]
+        roots = [(tensor, gradient) for tensor, gradient in found if gradient is not None and tensor.requires_grad]
+        if roots:
+            torch.autograd.backward([tensor for tensor, _ in roots], [gradient for _, gradient in roots])
+
+
+class PrefixPass(Pass):
+    """Computes every node of a forest once, for any number of pieces.
+
+    A piece with other pieces below it is *kept*: its keys and values serve them and collect their gradients. Its
+    backward pass runs when the last of them is done. So a batch costs the same in one micro-batch or in several.
+
+    On CUDA no piece is kept: the path above a piece is computed again.
+
+    Invariant: pieces come in the order of `pieces`, each followed by `backward` if gradients are wanted, then `finish`.
+    Without gradients, the same order keeps keys and values only.
+    """
+
+    def __init__(self, policy: Policy, *, keeps: bool = True) -> None:
+        """Without `keeps`, no piece is kept, as on CUDA."""
+        self._policy = policy
+        self._keeps = keeps and policy.device.type != "cuda"
+        self._kept: list[_ForwardPass] = []
+        self._last: _ForwardPass | None = None
+
+    def pieces(self, forest: Forest, max_tokens: int) -> Sequence[tuple[Forest, IntArray]]:
+        return chunk_forest(forest, max_tokens) if self._keeps else split(forest, max_tokens)
+
+    def hidden(self, forest: Forest) -> tuple[Tensor, Tensor]:
+        """See `Pass`. A forest that is not a `ForestChunk` is computed alone."""
+        level, num_cached, is_kept = 0, 0, False
+        if isinstance(forest, ForestChunk):
+            level, num_cached, is_kept = forest.level, forest.num_cached, forest.is_kept
+        self._close(level)
+        device = self._policy.device
+        carried = self._kept[-1].shared_states if self._kept else {}
+        plan = forest_plan(forest, device, self._past(num_cached), carried)
+        states = flat_forward(self._policy.decoder, _ids(forest.tokens, device), _ids(forest.depth, device), plan)
+        hidden, rows = _predicting(states, forest.parent[forest.node])
+        computed = plan.take_computed() if isinstance(plan, ForestPlan) else {}
+        computed = computed if is_kept else {}
+        shared = {layer: (_leaf(key), _leaf(value)) for layer, (key, value) in computed.items()}
+        own = plan.recurrence.take_computed()
+        own = own if is_kept else {}
+        shared_states = {key: _leaf(state) for key, state in own.items()}
+        self._last = _ForwardPass(num_cached, computed, shared, own, shared_states, hidden)
+        if is_kept:
+            self._kept.append(self._last)
+        return hidden, rows
+
+    def backward(self, hidden: Tensor, gradient: Tensor | None) -> None:
+        """Do the backward pass of the last piece, or store its gradient if the piece is kept."""
+        last, self._last = self._last, None
+        assert last is not None and hidden is last.hidden, "backward must follow the forward pass of the same piece"
+        last.hidden_gradient = gradient
+        if not (last.shared or last.shared_states):
+            last.backward()
+
+    def finish(self) -> None:
+        """Do the backward passes of the kept pieces. Gradients are complete only then."""
+        self._last = None
+        self._close(0)
+
+    def forget(self) -> None:
+        self._last = None
+        self._kept.clear()
+
+    def _close(self, level: int) -> None:
+        while len(self._kept) > level:
+            kept = self._kept.pop()
+            if torch.is_grad_enabled():
+                kept.backward()
+
+    def _past(self, num_cached: int) -> KeyValues:
+        """Returns keys and values of the first `num_cached` nodes of the kept path."""
+        starts = [kept.num_cached for kept in self._kept if kept.num_cached < num_cached]
+        counts = np.diff([*starts, num_cached]).tolist()
+        owners = list(zip(self._kept, counts, strict=False))
+
+        def joined(layer: int, which: int) -> Tensor:
+            return torch.cat([kept.shared[layer][which][:count] for kept, count in owners])
+
+        return {layer: (joined(layer, 0), joined(layer, 1)) for layer in (owners[0][0].shared if owners else ())}
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(torch.is_grad_enabled() and tensor.requires_grad)
+
+
+# ---- distributions ---------------------------------------------------------------------------------------------------
+
+HEAD_ROWS = 512
+"""Number of distributions whose logits over the vocabulary exist at the same time."""
+BIAS = 0.1
+"""Size of the constant feature."""
+
+
+class ValueModel:
+    """Linear heads that predict values from a policy's last hidden states, and their optimiser.
+
+        V(s) = w f(s) + BIAS b,  f(s) = h(s) / (|h(s)| sqrt(width))
+
+    The absolute values of `f` add up to at most 1 for any model, so an Adam step moves a value by about the rate at
+    most. All heads begin at 0: the first advantages are those of a value 0. Heads are float32, and float64 for a
+    float64 policy. They are saved with the trainer's state of the policy. Shapes: U positions, K heads.
+    """
+
+    def __init__(self, heads: ValueHeads, policy: Policy) -> None:
+        self.heads = heads
+        dtype = torch.promote_types(policy.dtype, torch.float32)
+        size = len(heads.names), int(policy.config.hidden_size) + 1
+        self.weights = torch.zeros(size, dtype=dtype, device=policy.device, requires_grad=True)
+        """Weights and bias [K, width + 1]."""
+        self._optimizer = torch.optim.AdamW([self.weights], lr=heads.lr, betas=(0.9, 0.99), weight_decay=0.0)
+
+    def values(self, hidden: Tensor) -> dict[str, Tensor]:
+        """Returns the values [U] of each head, from hidden states [U, width]. Gradients reach the body scaled."""
+        if hidden.requires_grad:
+            hidden = hidden * 1.0 if self.heads.body_coef else hidden.detach()
+        if hidden.requires_grad:
+            hidden.register_hook(lambda gradient: gradient * self.heads.body_coef)  # type: ignore[no-untyped-call]
+        wide = hidden.to(self.weights.dtype)
+        features = torch.nn.functional.normalize(wide, dim=-1) / math.sqrt(wide.shape[-1])
+        found = features @ self.weights[:, :-1].T + BIAS * self.weights[:, -1]
+        return dict(zip(self.heads.names, found.unbind(-1), strict=True))
+
+    @property
+    def has_finite_gradient(self) -> bool:
+        """True if the gradient is finite or missing."""
+        return self.weights.grad is None or bool(self.weights.grad.isfinite().all())
+
+    def step(self) -> None:
+        """Apply the gradient, if there is one, and drop it."""
+        self._optimizer.param_groups[0]["lr"] = self.heads.lr
+        self._optimizer.step()
+        self.drop_gradient()
+
+    def drop_gradient(self) -> None:
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def state(self) -> dict[str, Any]:
+        """Returns names, weights and moments. `restored` continues from them bit by bit."""
+        return {
+            "names": list(self.heads.names),
+            "weights": self.weights.detach(),
+            "optimizer": self._optimizer.state_dict(),
+        }
+
+    @classmethod
+    def restored(cls, state: dict[str, Any], policy: Policy) -> Self:
+        """The inverse of `state`. The next batch brings the other parameters."""
+        found = cls(ValueHeads(tuple(state["names"]), 0.0, 0.0), policy)
+        with torch.no_grad():
+            found.weights.copy_(state["weights"])
+        found._optimizer.load_state_dict(state["optimizer"])
+        return found
+
+
+class Chunk(NamedTuple):
+    """Some of the targets [T]."""
+
+    targets: NDArray[np.int64]
+    """Their indices."""
+    logp: Tensor
+    """Their log-probabilities, with gradient to the hidden states."""
+    entropy: Tensor
+    """Entropies of their distributions; empty if not asked for."""
+
+
+def chunks(policy: Policy, hidden: Tensor, rows: Tensor, forest: Forest, *, entropy: bool = False) -> Iterator[Chunk]:
+    """Yields the targets in chunks, from hidden states [U, hidden] and each target's row [M] among them.
+
+    Targets of the same position, temperature and set share one distribution.
+    """
+    device = hidden.device
+    for first, targets, owner in _distinct(forest, rows.cpu().numpy(), HEAD_ROWS):
+        temperature = to_device(forest["temperature"][first], device)
+        of, wanted = (torch.from_numpy(x).to(device) for x in (owner, forest.tokens[forest.node[targets]]))
+        position = rows[torch.from_numpy(first).to(device)]
+        logits = policy.head(hidden.index_select(0, position)) / temperature[:, None]  # at least float32
+        outside = _outside(forest, first, logits.shape[-1])
+        if outside is not None:
+            outside = outside.to(device)
+            assert not outside[of, wanted].any(), "a sampled token is not in its set"
+            logits = logits.masked_fill(outside, -torch.inf)
+        logps = logits.log_softmax(-1)
+        entropies = torch.special.entr(logps.exp()).sum(-1)[of] if entropy else logps.new_zeros(0)
+        yield Chunk(targets, logps[of, wanted], entropies)
+
+
+@torch.no_grad()
+def measured(
+    policy: Policy, own_pass: Pass, forest: Forest, names: Sequence[str], values: ValueModel | None = None
+) -> dict[str, Tensor]:
+    """Returns numbers [M] of the targets under the present weights: `proximal` are log-probabilities, `entropy`.
+
+    Other names are those of value heads.
+    """
+    hidden, rows = own_pass.hidden(forest)
+    found = list(chunks(policy, hidden, rows, forest, entropy="entropy" in names))
+    if not found:
+        return {name: torch.zeros(0, device=hidden.device) for name in names}
+    order = torch.from_numpy(np.argsort(np.concatenate([chunk.targets for chunk in found]))).to(hidden.device)
+    numbers = {
+        "proximal": torch.cat([chunk.logp for chunk in found])[order],
+        "entropy": torch.cat([chunk.entropy for chunk in found])[order] if "entropy" in names else hidden.new_zeros(0),
+    }
+    if values is not None:
+        numbers |= {name: value[rows] for name, value in values.values(hidden).items()}
+    return {name: numbers[name] for name in names}
+
+
+class Teacher:
+    """A frozen model beside a policy, whose log-probabilities a recipe reads.
+
+    The model of a folder, on the device and in the type of the policy. It is loaded with the first batch.
+    """
+
+    def __init__(self, folder: str, policy: Policy) -> None:
+        """Raises `ConfigError` if the model cannot be loaded."""
+        self.folder = folder
+        settings = {"name": folder, "device": policy.device.type, "dtype": policy.info.dtype}
+        self._policy = load_policy(ModelConfig.model_validate(settings))
+        self._policy.model.requires_grad_(False)
+        self._pass = pass_of(self._policy)
+
+    def logprobs(self, forest: Forest, max_tokens: int) -> NDArray[np.float32]:
+        """Returns the log-probabilities [M] of the targets, over the sets and at the temperatures of sampling."""
+        found = np.zeros(forest.num_targets, np.float32)
+        for piece, targets in self._pass.pieces(forest, max_tokens):
+            logp = measured(self._policy, self._pass, piece, ["proximal"])["proximal"]
+            found[targets] = logp.float().cpu().numpy()
+        return found
+
+
+def _distinct(
+    forest: Forest, rows: NDArray[np.int64], count: int
+) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]]:
+    """Yields the distinct distributions that predict the targets [M], `count` at a time.
+
+    Each item is: one target of each distribution [D], all targets of them [T], and the distribution of each target [T].
+    `rows` [M] are the targets' positions.
+    """
+    keys = np.stack([rows, forest["temperature"].view(np.int32), forest["support"]], axis=1)
+    _, first, inverse = np.unique(keys, axis=0, return_index=True, return_inverse=True)
+    inverse = inverse.reshape(-1)
+    order = np.argsort(inverse, kind="stable")
+    for at in range(0, len(first), count):
+        targets = order[slice(*np.searchsorted(inverse[order], [at, at + count]).tolist())]
+        yield first[at : at + count], targets, inverse[targets] - at
+
+
+def _outside(forest: Forest, first: NDArray[np.int64], vocabulary: int) -> Tensor | None:
+    """Returns the tokens [D, V] outside the sets of D distributions, given by one target each; None without any."""
+    numbers = forest["support"][first]
+    if (numbers < 0).all():
+        return None
+    outside = np.zeros((len(first), vocabulary), bool)
+    for number in np.unique(numbers[numbers >= 0]).tolist():
+        outside[numbers == number] = ~decode_set(forest.sets[number], vocabulary)
+    return torch.from_numpy(outside)
+
+
+def to_device(values: NDArray[Any], device: torch.device) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(values)).to(device)
+
+
+HEAD_POSITIONS = 128
+"""Positions whose logits over the vocabulary exist at the same time."""
+
+
+@torch.inference_mode()
+def score(policy: Policy, tokens: NDArray[np.int32], num_likeliest: int) -> list[TokenScore]:
+    """Returns T - 1 scores: of each token of `tokens` [T] except the first, given those before it, at temperature 1."""
+    if len(tokens) == 1:
+        return []
+    hidden, _ = pass_of(policy).hidden(build_forest([Row(tokens, slice(1, None), {})]))
+    targets = torch.from_numpy(tokens[1:].astype(np.int64)).to(policy.device)
+    scores = []
+    for start in range(0, len(targets), HEAD_POSITIONS):
+        logprobs = policy.head(hidden[start : start + HEAD_POSITIONS]).float().log_softmax(-1)
+        own = logprobs.gather(-1, targets[start : start + HEAD_POSITIONS, None])[:, 0].tolist()
+        best, ids = logprobs.topk(min(num_likeliest, logprobs.shape[-1]), -1)
+        for logprob, values, which in zip(own, best.tolist(), ids.tolist(), strict=True):
+            scores.append(TokenScore(logprob, tuple(zip(which, values, strict=True))))
+    return scores

@@ -1,0 +1,472 @@
+"""The sampler: continuous batching that computes every token-in-context once, also between completions.
+
+Completions of one prompt share a cache row while they have sampled the same tokens. The row branches where they
+differ. A model that does not share prefixes has a cache of `transformers` in each row, and a pass for each row.
+
+Each request has its own parameters, random numbers and end. The worker's loop calls `step`. Nothing here blocks or
+runs in a thread. A sampler serves one policy of full weights, or any number of adapters over one base model. A
+policy is `paused` before its weights change; call `invalidate` afterwards: its running completions then continue under
+the new weights, and their cached state is computed again. Completions of other policies are not affected.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from agentjet.compute.attention import AttentionPlan, DecodeGraphs, StepPlan, flat_forward, step_plan
+from agentjet.compute.cache import CacheRow, KeyValueCache
+from agentjet.compute.model import copied_modules
+from agentjet.compute.policy import PROBE_TOKENS, Policy, first_line, probe_tokens, tolerance
+from agentjet.compute.token_choice import Grammars, Guide, sample_tokens
+from agentjet.errors import ComputeError, GrammarError, OutOfCache
+from agentjet.types import FinishReason, SamplingParams
+
+log = logging.getLogger(__name__)
+
+PROMPT_TOKENS = 2048
+"""Prompt tokens computed in one step. The limit keeps long prompts from delaying running completions."""
+
+
+@dataclass(slots=True, eq=False)
+class RunningCompletion:
+    """A request to the sampler. `tokens` is the prompt; after an eviction, prompt and sampled tokens."""
+
+    id: int
+    tokens: np.ndarray
+    length: int
+    """Tokens of the prompt plus `max_tokens`."""
+    params: SamplingParams
+    guide: Guide | None
+    uniforms: np.random.Generator
+    policy: Policy
+    num_sampled: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class NewToken:
+    """One sampled token of completion `id`, and the set from which it was chosen (see `timeline.forest`)."""
+
+    id: int
+    token: int
+    logprob: float
+    support: bytes
+    finish_reason: FinishReason | None
+    error: ComputeError | None = None
+    """The reason why the completion ends here with an error; None if the completion may continue."""
+
+
+class ModelSampler:
+    """Samples completions, up to `max_concurrent` at a time.
+
+    A step computes the tokens of all adapters in one forward pass of the base model.
+    """
+
+    def __init__(self, policy: Policy, max_concurrent: int, cache_tokens: int) -> None:
+        """`policy` is the policy of full weights, or the base model."""
+        self.policy = policy
+        self.num_computed = 0
+        """Tokens computed since the start."""
+        self._max_concurrent = max_concurrent
+        self._cache_tokens = cache_tokens
+        self.grammars = Grammars(policy.info, policy.vocabulary)
+        shape = policy.shape if policy.info.shares_prefixes else None
+        self._cache = KeyValueCache(shape, cache_tokens, policy.dtype, policy.device)
+        self._graphs: DecodeGraphs | None = None
+        if policy.info.shares_prefixes and policy.device.type == "cuda":
+            self._graphs = DecodeGraphs(self._cache, max_concurrent, policy.info.context_length)
+        self._state_name = None if policy.info.shares_prefixes else _state_name(policy)
+        self._waiting: deque[RunningCompletion] = deque()
+        self._running: dict[CacheRow, list[RunningCompletion]] = {}
+        self.paused: set[Policy] = set()
+        """Policies of which nothing is sampled until `invalidate`."""
+        self._mixture: AdapterMixture | None = None
+        self._may_admit = False
+        """True if an event since the last attempt may allow a waiting request to start."""
+
+    @property
+    def is_idle(self) -> bool:
+        """True if a step would do nothing. Paused completions may wait."""
+        if any(row.owner not in self.paused for row in self._running):
+            return False
+        return not (self._may_admit and any(c.policy not in self.paused for c in self._waiting))
+
+    def submit(
+        self,
+        id: int,
+        prompt: np.ndarray,
+        params: SamplingParams,
+        policy: Policy | None = None,
+        guide: Guide | None = None,
+    ) -> None:
+        """Queue a request to `policy`, an adapter over the base model; None for the sampler's own policy.
+
+        `guide` follows the grammar of `params`; None to compile it here. Raises `OutOfCache` when the request could
+        never be held, `GrammarError` for a bad grammar.
+        """
+        length, context = len(prompt) + params.max_tokens, self.policy.info.context_length
+        if length > min(context, self._cache.max_tokens):
+            raise OutOfCache(
+                f"{len(prompt)} prompt tokens + max_tokens = {params.max_tokens} exceed what the sampler can hold "
+                f"(context {context}, sampler.cache_tokens = {self._cache_tokens})"
+            )
+        guide, uniforms = guide or self.grammars.guide(params.grammar), np.random.default_rng(params.seed)
+        self._waiting.append(RunningCompletion(id, prompt, length, params, guide, uniforms, policy or self.policy))
+        self._may_admit = True
+
+    def cancel(self, id: int) -> None:
+        """Drop a request. Unknown ids are ignored, because the request may just have ended."""
+        self._may_admit = True
+        self._waiting = deque(c for c in self._waiting if c.id != id)
+        for row, completions in [*self._running.items()]:
+            self._keep(row, [c for c in completions if c.id != id])
+
+    def invalidate(self, policy: Policy | None = None) -> None:
+        """Drop the cached state of a policy, and resume it: its weights changed, or it was removed."""
+        policy = policy or self.policy
+        self._cache.clear(policy)
+        self.paused.discard(policy)
+        if self._mixture is not None:
+            self._mixture.invalidate()
+        if self._graphs is not None:
+            self._graphs.forget(policy)
+        self._may_admit = True
+
+    @torch.inference_mode()
+    def step(self) -> list[NewToken]:
+        """Compute what the rows miss; returns one sampled token for every completion whose row is complete.
+
+        A row that was just sampled from misses one token. A new prompt misses the part that no other row holds. Long
+        prompts are spread over several steps, so that they do not delay running completions.
+        """
+        self._admit()
+        found: list[Tensor] = []
+        complete: list[CacheRow] = []
+        for rows in _passes([row for row in self._running if row.owner not in self.paused]):
+            spans = self._spans(rows)
+            hidden = self._forward(spans)
+            indices: list[int] = []
+            last = -1
+            for row, count in spans:
+                last += count
+                row.filled += count
+                if row.filled == row.length:
+                    indices.append(last)
+                    complete.append(row)
+            found.append(hidden[indices])
+        return self._sample(torch.cat(found), complete) if complete else []
+
+    def _admit(self) -> None:
+        """Start waiting requests: of the policy with the fewest running completions, then in order of arrival.
+
+        No request overtakes one that waits for free blocks. Overtaken are the requests of paused policies, and one
+        whose prefix another row computes now. Does nothing unless something changed since the last time.
+        """
+        if not (self._waiting and self._may_admit):
+            return
+        self._may_admit = False
+        self._waiting = deque(self._fairly(self._waiting))
+        same = {(row.owner, row.tokens[: row.length].tobytes()): row for row in self._running}
+        num_free = self._max_concurrent - sum(map(len, self._running.values()))
+        postponed: deque[RunningCompletion] = deque()
+        while self._waiting and num_free > 0:
+            completion = self._waiting.popleft()
+            if completion.policy in self.paused:
+                postponed.append(completion)
+                continue
+            key = completion.policy, completion.tokens.tobytes()
+            row = same.get(key)
+            if row is None or row.capacity < completion.length:
+                if self._cache.awaits_prefix(completion.tokens, completion.policy):
+                    postponed.append(completion)
+                    self._may_admit = True
+                    continue
+                row = self._cache.acquire(completion.tokens, completion.length, completion.policy)
+            if row is None:
+                self._waiting.appendleft(completion)
+                break
+            same[key] = row
+            self._running.setdefault(row, []).append(completion)
+            num_free -= 1
+        self._waiting = postponed + self._waiting
+
+    def _fairly(self, waiting: Iterable[RunningCompletion]) -> list[RunningCompletion]:
+        """Returns the requests by the number of completions that their policy has when they start."""
+        started = Counter(c.policy for completions in self._running.values() for c in completions)
+        ranked = []
+        for completion in waiting:
+            ranked.append((started[completion.policy], completion))
+            started[completion.policy] += 1
+        return [completion for _, completion in sorted(ranked, key=lambda pair: pair[0])]
+
+    def _spans(self, rows: list[CacheRow]) -> list[tuple[CacheRow, int]]:
+        """Returns the number of tokens that a step computes for each row.
+
+        Rows that miss one token come first, then prompts in order of arrival, `PROMPT_TOKENS` in total. A prompt is
+        cut only if the model shares prefixes: recurrent layers continue a state token by token.
+        """
+        spans = [(row, 1) for row in rows if row.num_missing == 1]
+        budget = PROMPT_TOKENS
+        for row in rows:
+            if row.num_missing > 1 and budget > 0:
+                count = min(row.num_missing, budget) if self.policy.info.shares_prefixes else row.num_missing
+                spans.append((row, count))
+                budget -= count
+        return spans
+
+    def _forward(self, spans: list[tuple[CacheRow, int]]) -> Tensor:
+        """Compute the next tokens of each row and store their state; returns their hidden states in order."""
+        if not self.policy.info.shares_prefixes:
+            return torch.cat([self._forward_row(row, n) for row, n in spans])
+        for row, n in spans:
+            self._cache.extend(row, row.filled + n)
+        self.num_computed += sum(n for _, n in spans)
+        owners = [(row.owner, n) for row, n in spans]
+        policy = owners[0][0] if all(owner is owners[0][0] for owner, _ in owners) else None
+        if self._graphs is not None:
+            if policy is not None and all(n == 1 for _, n in spans):
+                hidden = self._graphs.hidden(policy, [row for row, _ in spans])
+                if hidden is not None:
+                    return hidden
+            paged = step_plan(spans, self._cache)
+            inputs: tuple[Tensor, Tensor, AttentionPlan] = paged.tokens, paged.positions, paged
+        else:
+            tokens = np.concatenate([row.tokens[row.filled : row.filled + n] for row, n in spans])
+            positions = np.concatenate([np.arange(row.filled, row.filled + n) for row, n in spans])
+            plan = StepPlan(spans, positions, self._cache)
+            inputs = torch.from_numpy(tokens).long(), torch.from_numpy(positions), plan
+        if policy is not None:
+            return flat_forward(policy.decoder, *inputs)
+        if self._mixture is None:
+            self._mixture = AdapterMixture(self.policy)
+        return self._mixture.forward(*inputs, owners)
+
+    def _forward_row(self, row: CacheRow, count: int) -> Tensor:
+        """Compute a row by the model's own attention: after its state, or all of it if there is none."""
+        tokens = row.tokens[0 if row.state is None else row.filled : row.filled + count]
+        ids = torch.as_tensor(tokens, dtype=torch.long, device=self.policy.device)[None]
+        self.num_computed += len(tokens)
+        with row.owner.attention(row.owner.own_attention):
+            hidden, row.state = _continued(row.owner, self._state_name, ids, row.state)
+        return hidden[0, -count:]
+
+    def _sample(self, hidden: Tensor, rows: list[CacheRow]) -> list[NewToken]:
+        """Sample one token for each completion of the rows, whose last tokens have these hidden states."""
+        sampled = [(i, c) for i, row in enumerate(rows) for c in self._running[row]]
+        chosen = sample_tokens(
+            _logits(self.policy, hidden, rows),
+            [i for i, _ in sampled],
+            [c.params for _, c in sampled],
+            [c.guide.mask if c.guide else b"" for _, c in sampled],
+            [c.uniforms.random() for _, c in sampled],
+        )
+        new: list[NewToken] = []
+        continuing: list[dict[int, list[RunningCompletion]]] = [{} for _ in rows]
+        for (i, c), token, logprob, support in zip(sampled, *chosen, strict=True):
+            c.num_sampled += 1
+            reason: FinishReason | None = "length" if c.num_sampled == c.params.max_tokens else None
+            if token in c.policy.end_tokens:
+                reason = "stop"
+            error: ComputeError | None = None
+            if not math.isfinite(logprob):
+                error = ComputeError("the policy has diverged: its logits are not finite")
+            elif c.guide and reason is None and (refused := c.guide.advance(token)):
+                error = GrammarError(refused)
+            new.append(NewToken(c.id, token, logprob, support, reason, error))
+            if reason is None and error is None:
+                continuing[i].setdefault(token, []).append(c)
+            else:
+                self._may_admit = True
+        for row, by_token in zip(rows, continuing, strict=True):
+            self._branch(row, by_token)
+        return new
+
+    def _branch(self, row: CacheRow, by_token: dict[int, list[RunningCompletion]]) -> None:
+        """Continue a row's completions: those with the first token keep the row, the others get copies of it."""
+        for token, completions in list(by_token.items())[1:]:
+            twin = self._cache.branch(row)
+            if twin is not None:
+                twin.append(token)
+                self._running[twin] = completions
+                continue
+            for c in completions:  # no free blocks: the completion waits, with all its tokens so far
+                c.tokens = np.append(row.tokens[: row.length], np.int32(token))
+                self._waiting.appendleft(c)
+                self._may_admit = True
+        token, keeping = next(iter(by_token.items()), (0, []))
+        self._keep(row, keeping)
+        if keeping:
+            row.append(token)
+
+    def _keep(self, row: CacheRow, completions: list[RunningCompletion]) -> None:
+        """Reduce the completions of a row to these; without any, the row is released."""
+        self._running[row] = completions
+        if not completions:
+            del self._running[row]
+            self._cache.release(row)
+
+
+def _passes(rows: list[CacheRow]) -> list[list[CacheRow]]:
+    """Returns the rows of each forward pass. Adapters that cannot be mixed with others have a pass alone."""
+    passes: dict[Policy | None, list[CacheRow]] = {}
+    for row in rows:
+        passes.setdefault(None if row.owner.mixable_layers else row.owner, []).append(row)
+    return list(passes.values())
+
+
+def _logits(base: Policy, hidden: Tensor, rows: list[CacheRow]) -> Tensor:
+    """Returns logits [R, V] of hidden states [R, hidden], each by the head of its row's policy."""
+    if not any(row.owner.adapts_head for row in rows):
+        return base.head(hidden)
+    return torch.cat([row.owner.head(one[None]) for row, one in zip(rows, hidden, strict=True)])
+
+
+def _continued(policy: Policy, state_name: str | None, ids: Tensor, state: Any) -> tuple[Tensor, Any]:
+    """Returns hidden states [1, T, hidden] of `ids`, which follow `state`, and the state after them, if any."""
+    decoder = cast(Any, policy.decoder)
+    if state_name is None:
+        return decoder(input_ids=ids, use_cache=False).last_hidden_state, None
+    out = decoder(input_ids=ids, use_cache=True, **({} if state is None else {state_name: state}))
+    return out.last_hidden_state, out[state_name]
+
+
+@torch.inference_mode()
+def _state_name(policy: Policy) -> str | None:
+    """Returns the name of the model's cache argument and result; None if it has no cache, or an inexact one.
+
+    A cache is inexact if continuing from it gives other logits than a pass over all tokens. The learner would then find
+    other log-probabilities than the sampler reported. Without a cache, each token computes its sequence again.
+    """
+    accepted = inspect.signature(policy.decoder.forward).parameters
+    name = next((name for name in ("cache_params", "past_key_values") if name in accepted), None)
+    reason = "it has none" if name is None else _cache_obstacle(policy, name)
+    if reason is None:
+        return name
+    log.warning(
+        "%s: no usable cache between tokens (%s); sampling computes each sequence again", policy.info.name, reason
+    )
+    return None
+
+
+def _cache_obstacle(policy: Policy, name: str) -> str | None:
+    """Returns the reason why a model's cache is not used; None if it is exact.
+
+    Boundary: any exception of the cache's code becomes a reason.
+    """
+    ids = probe_tokens(policy, PROBE_TOKENS)[None]
+    wanted = policy.head(_continued(policy, None, ids, None)[0]).float()
+    state, parts = None, []
+    try:
+        for part in torch.split(ids, [PROBE_TOKENS // 2] + [1] * (PROBE_TOKENS // 2), 1):
+            hidden, state = _continued(policy, name, part, state)
+            parts.append(hidden)
+    except Exception as error:
+        return f"{type(error).__name__}: {first_line(error)}"
+    difference = float((policy.head(torch.cat(parts, 1)).float() - wanted).abs().max())
+    if difference <= tolerance(policy.dtype, wanted):
+        return None
+    return f"its logits differ by {difference:.3f} from those of a pass over all tokens"
+
+
+ADAPTER = "default"
+"""Name of a policy's adapter in `peft`, and in its files."""
+
+
+class AdapterMixture:
+    """The base model's decoder with the stacked adapters of some policies: several adapters in one forward pass.
+
+    Each adapter has separate modules around the shared weights. It is loaded, trained and saved as if it were alone.
+    For sampling, the matrices of the adapters are stacked. Every layer computes the low-rank products of all adapters,
+    and masks those of other policies:
+
+        out = W x + B (mask * (A x)),    A [R, in] and B [out, R] stacked,    R the sum of the ranks
+
+    The log-probabilities equal those of a separate pass within rounding.
+    """
+
+    def __init__(self, base: Policy) -> None:
+        self._decoder = copied_modules(base.decoder)
+        self._layers: dict[str, _MixedLayer] = {}
+        self._ranks: dict[Policy, slice] = {}
+        """The place of each stacked policy among the R rows."""
+
+    def invalidate(self) -> None:
+        """Drop the stacked matrices: weights of a policy changed."""
+        self._ranks.clear()
+        for layer in self._layers.values():
+            layer.down = layer.up = None
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor, plan: AttentionPlan, owners: Sequence[tuple[Policy, int]]
+    ) -> Tensor:
+        """Returns hidden states [N, hidden]. `owners` are the policies of the tokens, with their numbers, in order."""
+        policies = dict.fromkeys(policy for policy, _ in owners)
+        if not policies.keys() <= self._ranks.keys():
+            self._stack(list(policies | self._ranks))
+        num_ranks = max(place.stop for place in self._ranks.values())
+        outside = np.ones((len(tokens), num_ranks), bool)
+        start = 0
+        for policy, count in owners:
+            outside[start : start + count, self._ranks[policy]] = False
+            start += count
+        mask = torch.from_numpy(outside).to(tokens.device)
+        for layer in self._layers.values():
+            layer.outside = mask
+        return flat_forward(self._decoder, tokens, positions, plan)
+
+    def _stack(self, policies: list[Policy]) -> None:
+        self.invalidate()
+        start = 0
+        for policy in policies:
+            rank = next(iter(policy.mixable_layers.values())).r[ADAPTER]
+            self._ranks[policy] = slice(start, start + rank)
+            start += rank
+        for path in dict.fromkeys(path for policy in policies for path in policy.mixable_layers):
+            if path not in self._layers:
+                self._layers[path] = _MixedLayer(self._decoder.get_submodule(path))
+                self._decoder.set_submodule(path, self._layers[path])
+            layers = ((policy.mixable_layers.get(path), self._ranks[policy]) for policy in policies)
+            self._layers[path].stack([(layer, place) for layer, place in layers if layer is not None], num_ranks=start)
+
+
+class _MixedLayer(nn.Module):
+    """A linear layer of the base model, with the stacked matrices of the adapters."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base
+        self.down: Tensor | None = None
+        self.up: Tensor | None = None
+        self.outside: Tensor | None = None
+        """Mask [N, R]: True where a token does not belong to the policy of the rank."""
+
+    def stack(self, adapters: list[tuple[Any, slice]], num_ranks: int) -> None:
+        """Stack the adapters of this layer, each at its ranks."""
+        down, up = adapters[0][0].lora_A[ADAPTER].weight, adapters[0][0].lora_B[ADAPTER].weight
+        self.down = down.new_zeros(num_ranks, down.shape[1])
+        self.up = up.new_zeros(up.shape[0], num_ranks)
+        for layer, place in adapters:
+            self.down[place] = layer.lora_A[ADAPTER].weight
+            self.up[:, place] = layer.lora_B[ADAPTER].weight * layer.scaling[ADAPTER]
+        # 0 times NaN is NaN: in `up`, a diverged adapter would reach the tokens of the others.
+        diverged = ~self.up.isfinite().all(0)
+        self.up.masked_fill_(diverged, 0)
+        self.down.masked_fill_(diverged[:, None], torch.nan)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """See `nn.Linear`. `x` are all tokens of the pass in order."""
+        out: Tensor = self.base(x)
+        if self.down is None or self.up is None or self.outside is None:
+            return out
+        low = F.linear(x, self.down).masked_fill_(self.outside, 0)
+        return out + F.linear(low, self.up)

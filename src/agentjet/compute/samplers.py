@@ -1,0 +1,514 @@
+"""The samplers of one policy as the server uses them: completions that outlive replicas, and the number of replicas.
+
+If a replica ends, each of its completions continues on another one: from the exact tokens that were received, with the
+remaining `max_tokens` and a seed derived from its own and the position. Tokens that were not received were not passed
+on either. While no replica can take a completion, it waits. Tokens carry the version that sampled them, so a completion
+may have several versions; a piece has one.
+
+The autoscaler: a replica samples `sampler.max_concurrent` completions at a time. So the number wanted is that of all
+completions, running or waiting, divided by it, within `compute.samplers`. Replicas start slowly, and the last
+completions of a batch take long. So the number rises to what was wanted during all of the last `RISE_SECONDS`, and
+falls to the most that was wanted in the last `FALL_SECONDS`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import hashlib
+import os
+import re
+import shutil
+import time
+from collections import OrderedDict, deque
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+from agentjet.compute.fleet import Changed, Fleet, ReplicaHandle, RoutedCompletion, choose
+from agentjet.compute.ranks import COMPUTE_VARIABLES, Room
+from agentjet.config import ComputeConfig, ModelConfig, ServeConfig
+from agentjet.config.loader import cache_dir
+from agentjet.errors import AgentJetError, ComputeError, ConfigError, WorkerDied
+from agentjet.processes.guardian import MAX_LINE, Launch, ProcessEnd, last_lines
+from agentjet.processes.rpc import Peer
+from agentjet.processes.supervisor import NotStarted
+from agentjet.types import ModelInfo, PolicyId, ProcessStatus, Sampled, SamplerBounds, SamplingParams, TokenScore
+
+REPLICA_MODULE = "agentjet.compute.vllm.replica"
+REPLICA_PATH = Path(__file__).parent / "vllm" / "replica_path"
+"""On a replica's `PYTHONPATH`: it imports the server's copy of AgentJet."""
+LOAD_SECONDS = 1800.0
+"""Time for a replica to load its model. Files may come from a hub or a slow disk."""
+NO_MODULE = "No module named"
+"""Text of Python's error for a library that an environment lacks."""
+TOKEN_SECONDS = 0.2
+"""Longest time before a received token that counts as sampling. The rest is a pause."""
+RISE_SECONDS, FALL_SECONDS = 10, 300
+"""Observations, one a second, after which the number of replicas rises or falls."""
+_ERROR = re.compile(r"(?:\([^)]*\) )?(?:ERROR [^\]]*\] )?((?:\w+\.)*\w+(?:Error|Exception): .*\S)")
+"""The last line of a traceback, which vLLM writes behind the process, the time and the line of its code."""
+_PREFIX = re.compile(r"^(?:\([^)]*\) )?(?:ERROR [^\]]*\] )?")
+_WRAPPER = "EngineDeadError"
+"""An error that gives no cause: the engine of vLLM ended."""
+
+
+class Samplers:
+    """The replicas of one policy, and how many there should be."""
+
+    def __init__(
+        self,
+        policy: PolicyId,
+        model: ModelConfig,
+        settings: ComputeConfig,
+        config: ServeConfig,
+        room: Room,
+        *,
+        has_served: bool = False,
+    ) -> None:
+        """Starts the replicas. Raises `ConfigError` without an interpreter for them. See `Fleet`."""
+        self.info: asyncio.Future[ModelInfo] = asyncio.get_running_loop().create_future()
+        """The loaded model. Replicas start at once and wait for it."""
+        self.meter = StepMeter()
+        self.autoscaler = Autoscaler(settings.samplers, config.sampler.max_concurrent)
+        self._policy = policy
+        self._model = model
+        self._settings = settings
+        self._sampler = config.sampler
+        self._room = room
+        self._python = sampler_python(settings)
+        self._log_starts: dict[str, int] = {}
+        """Bytes that the log of each replica had when it was started."""
+        make_fleet = partial(
+            Fleet,
+            policy,
+            self._start,
+            settings.samplers.least,
+            config.sampler,
+            timeout=config.server.worker_timeout,
+            explain=lambda name: cause_of(room.log_path(name), self._log_starts.pop(name, 0)),
+            has_served=has_served,
+        )
+        self.replicas = Replicas(make_fleet)
+
+    async def sample(self, token_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Sampled, None]:
+        """See `Sampler.sample`. Raises `WorkerDied` if no replica can be had."""
+        fleet = self.replicas.fleet
+        if fleet.failed.done():
+            raise copy.copy(fleet.failed.result())
+        async with contextlib.aclosing(self.replicas.sample(token_ids, params)) as pieces:
+            async for piece in pieces:
+                self.meter.received(len(piece.tokens))
+                yield piece
+
+    async def close(self) -> None:
+        """End all replicas. Idempotent."""
+        self.info.cancel()
+        await self.replicas.fleet.close()
+
+    async def _start(self, name: str) -> Peer:
+        """See `fleet.Start`."""
+        settings, room, log_path = self._settings, self._room, self._room.log_path(name)
+        self._log_starts[name] = log_path.stat().st_size if log_path.exists() else 0
+        found = os.pathsep.join(filter(None, (str(REPLICA_PATH), os.environ.get("PYTHONPATH"))))
+        launch = Launch(
+            name,
+            (self._python, "-m", REPLICA_MODULE),
+            log_path,
+            {**COMPUTE_VARIABLES, "PYTHONPATH": found},
+            gpus=room.gpus * settings.tensor_parallel,
+            group=f"replicas of {self._policy}",
+            beside=f"ranks of {self._policy}" if settings.colocated else "",
+        )
+        try:
+            peer = await room.supervisor.start(launch)
+        except NotStarted as error:
+            is_no_python = error.end.exit_code is not None and not settings.address
+            if NO_MODULE in error.end.last_line or (is_no_python and not self.replicas.fleet.has_served):
+                raise ConfigError(f"{error}. {_way_out(self._python)}") from None
+            raise
+        try:
+            info = await asyncio.shield(self.info)
+            async with asyncio.timeout(LOAD_SECONDS):
+                await peer.ask("load", self._policy, self._model, info, self._sampler, settings)
+        except BaseException as error:
+            await peer.stop()
+            if isinstance(error, TimeoutError):
+                late = ProcessEnd(f"did not load for {LOAD_SECONDS:g} s; see {log_path}")
+                raise NotStarted(name, late) from None
+            if isinstance(error, ConfigError):
+                raise with_cause(error, cause_of(log_path, self._log_starts[name])) from None
+            raise
+        return peer
+
+
+class StepMeter:
+    """Measures the step of a policy from one publish to the next: what waited for what."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._began = self._received_at = clock()
+        self._sampled = 0.0
+        """Seconds of the step in which at least one completion got tokens."""
+        self.waiting: list[int] = []
+        """Completions that waited for a place at a replica, in each second of the step."""
+        self._learning_since: float | None = None
+        """Time at which the first operation of the step was requested."""
+        self._overlapped = 0.0
+        """Seconds after that in which at least one completion got tokens."""
+
+    def received(self, num_tokens: int) -> None:
+        """Count a piece: the time since the last one, but at most `TOKEN_SECONDS` per token."""
+        now = self._clock()
+        seconds = min(now - self._received_at, num_tokens * TOKEN_SECONDS)
+        self._sampled += seconds
+        if self._learning_since is not None:
+            self._overlapped += min(seconds, now - self._learning_since)
+        self._received_at = now
+
+    def start_learning(self) -> None:
+        """Call for every operation; the first one of a step counts."""
+        if self._learning_since is None:
+            self._learning_since = self._clock()
+
+    def finish(self) -> dict[str, float]:
+        """Returns the metrics of the step when its weights are published, and begins the next step."""
+        now = self._clock()
+        step = max(1e-9, now - self._began)
+        metrics = {"sampler/idle": max(0.0, 1 - self._sampled / step)}
+        if self.waiting:
+            metrics["sampler/waiting"] = sum(self.waiting) / len(self.waiting)
+        if self._learning_since is not None:
+            learning = max(1e-9, now - self._learning_since)
+            metrics["learner/idle"] = max(0.0, 1 - learning / step)
+            metrics["sampler/overlap"] = min(1.0, self._overlapped / learning)
+        self._began, self._sampled, self._overlapped, self._learning_since, self.waiting = now, 0.0, 0.0, None, []
+        return metrics
+
+
+class Autoscaler:
+    """Chooses the number of replicas of a policy within its bounds."""
+
+    def __init__(self, bounds: SamplerBounds, max_concurrent: int) -> None:
+        """`max_concurrent`: completions that a replica samples at a time."""
+        self.bounds = bounds
+        self._max_concurrent = max_concurrent
+        self._wanted: deque[int] = deque(maxlen=FALL_SECONDS)
+        """The numbers wanted in the last seconds, newest first."""
+
+    def observe(self, num_replicas: int, num_completions: int) -> int:
+        """Returns the number of replicas to have. Call it once a second with those that there are."""
+        self._wanted.appendleft(self.bounds.clamp(-(-num_completions // self._max_concurrent)))
+        rise, fall = min(islice(self._wanted, RISE_SECONDS)), max(self._wanted)
+        if rise > num_replicas and len(self._wanted) >= RISE_SECONDS:
+            return rise
+        return fall if fall < num_replicas and len(self._wanted) == FALL_SECONDS else num_replicas
+
+
+# ---- completions -----------------------------------------------------------------------------------------------------
+
+MAX_BLAME, MAX_LOSSES = 4, 12
+"""A completion fails if it crashed so many replicas in a row, or lost so many, without a token between them.
+
+It may have crashed a replica that ended alone. If others ended with it, or if it hung, there is another cause. Three
+crashes are not enough: in a run of `bench.scaling.faults`, three replicas were killed in three seconds.
+"""
+LOSS_SECONDS = 0.25
+"""Replicas that end within this time end together. A completion waits longer before it tries its next replica."""
+MAX_WAIT = 8
+"""Longest such wait, as a multiple."""
+SILENT_SECONDS = 2.0
+"""A replica that has work and was silent for so long gets more only if there is no other: its machine may be gone."""
+
+
+class Replicas:
+    """Routes the completions of a policy to its replicas. Its methods are those of `Sampler` for one policy."""
+
+    def __init__(self, make_fleet: Callable[[Changed], Fleet]) -> None:
+        self._waiting: OrderedDict[RoutedCompletion, asyncio.Future[ReplicaHandle]] = OrderedDict()
+        """Work that no replica has a place for, in the order in which it gets one."""
+        self._num_resumed = 0
+        self.fleet = make_fleet(self._assign)
+
+    async def sample(self, token_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Sampled, None]:
+        """See `Sampler.sample`. Raises `ComputeError` for a completion that several replicas died of."""
+        work, version = RoutedCompletion(np.asarray(token_ids, np.int32)), 0
+        while len(work.sampled) < params.max_tokens:
+            replica, received = await self._place(work), len(work.sampled)
+            assert replica.peer is not None
+            try:
+                pieces = replica.peer.sample(self.fleet.policy, work.tokens, _rest(params, received), received)
+                async with aclosing(pieces):
+                    async for piece in pieces:
+                        await self.fleet.confirm(replica, piece.policy_version)
+                        work.sampled += piece.tokens
+                        version = piece.policy_version
+                        work.losses = work.blame = 0
+                        yield piece
+                return
+            except WorkerDied:
+                await self._leave_dead(replica, work, has_progressed=len(work.sampled) > received)
+            finally:
+                self._leave(replica, work)
+        yield Sampled((), (), version, "length")  # The replica died between the last token and its finish reason.
+
+    async def score(self, token_ids: Sequence[int], num_likeliest: int) -> list[TokenScore]:
+        """See `Sampler.score`."""
+        work = RoutedCompletion(np.asarray(token_ids, np.int32), uses_cache=False)
+        while True:
+            replica = await self._place(work)
+            assert replica.peer is not None
+            try:
+                found: list[TokenScore] = await replica.peer.ask("score", self.fleet.policy, work.prompt, num_likeliest)
+                return found
+            except WorkerDied:
+                await self._leave_dead(replica, work, has_progressed=False)
+            finally:
+                self._leave(replica, work)
+
+    def metrics(self) -> dict[str, float]:
+        """Returns the metrics of the policy's sampling."""
+        serving = [replica for replica in self.fleet.replicas if replica.version is not None]
+        return {
+            "sampler/replicas": float(len(serving)),
+            "sampler/replicas_wanted": float(self.fleet.count),
+            "sampler/resumed": float(self._num_resumed),
+            "sampler/publish_seconds": self.fleet.publish_seconds,
+            "sampler/pause_seconds": self.fleet.pause_seconds,
+            "sampler/probe_error": self.fleet.probe_error,
+        }
+
+    @property
+    def num_running(self) -> int:
+        """Completions and scorings that replicas have."""
+        return sum(len(replica.load.running) for replica in self.fleet.replicas)
+
+    @property
+    def num_waiting(self) -> int:
+        """Completions and scorings that wait for a place at a replica."""
+        return len(self._waiting)
+
+    def status(self) -> list[ProcessStatus]:
+        """Returns the replicas, oldest first, without their places."""
+        return [_status(replica) for replica in self.fleet.replicas]
+
+    # ---- placement --------------------------------------------------------------------------------------------------
+
+    async def _place(self, work: RoutedCompletion) -> ReplicaHandle:
+        """Wait for a place at a live replica; returns it. Raises the failure of the policy, or `PolicyRemoved`."""
+        while True:
+            replica = await self._next_place(work)
+            if replica.is_ready:
+                return replica
+            self._leave(replica, work)  # It died since it got the work.
+
+    async def _next_place(self, work: RoutedCompletion) -> ReplicaHandle:
+        self.fleet.check()
+        work.update_keys()
+        future: asyncio.Future[ReplicaHandle] = asyncio.get_running_loop().create_future()
+        self._waiting[work] = future
+        if work.sampled or work.losses:
+            self._waiting.move_to_end(work, last=False)
+        self._assign()
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled() and future.exception() is None:
+                self._leave(future.result(), work)
+            raise
+        finally:
+            self._waiting.pop(work, None)
+
+    def _assign(self) -> None:
+        """Give waiting work the places that there are, oldest first."""
+        if not self._waiting:
+            return
+        try:
+            self.fleet.check()
+        except AgentJetError as error:
+            for future in self._waiting.values():
+                if not future.done():
+                    future.set_exception(copy.copy(error))
+            return
+        now = asyncio.get_running_loop().time()
+        ready = [replica for replica in self.fleet.replicas if replica.is_ready]
+        heard = [replica for replica in ready if replica.silence(now) < SILENT_SECONDS]
+        loads = {replica: replica.load for replica in heard or ready}
+        placed: list[RoutedCompletion] = []
+        for work, future in self._waiting.items():
+            if future.done():
+                continue
+            if (replica := choose(loads, work)) is not None:
+                if not replica.load.running:
+                    replica.busy_since = now
+                replica.load.add(work)
+                future.set_result(replica)
+                placed.append(work)
+            elif not work.losses:  # Work that lost a replica may be waiting for a place of its own kind.
+                break
+        for work in placed:
+            del self._waiting[work]
+
+    def _leave(self, replica: ReplicaHandle, work: RoutedCompletion) -> None:
+        replica.load.remove(work)
+        self._assign()
+
+    async def _leave_dead(self, replica: ReplicaHandle, work: RoutedCompletion, *, has_progressed: bool) -> None:
+        """Prepare work for another replica. Raises `ComputeError` if it probably kills replicas."""
+        self.fleet.check()
+        self._num_resumed += 1
+        end = await asyncio.shield(replica.end)  # Its requests fail just before.
+        if has_progressed or end.cause == "unwanted":
+            return
+        work.losses += 1
+        self._leave(replica, work)
+        await asyncio.sleep(LOSS_SECONDS * min(2 * work.losses, MAX_WAIT))
+        work.blame += end.cause == "work" and self.fleet.ended_alone(end, LOSS_SECONDS)
+        if work.blame >= MAX_BLAME or work.losses >= MAX_LOSSES:
+            raise ComputeError(f"{work.losses} replicas in a row ended before they sent a token of this completion")
+
+
+def _status(replica: ReplicaHandle) -> ProcessStatus:
+    running = len(replica.load.running)
+    if replica.peer is None:
+        state = "starts"
+    elif replica.is_adopting:
+        state = "loads weights"
+    elif replica.version is None:
+        state = replica.problem or "waits for weights"
+    elif replica.is_suspended:
+        state = replica.problem or "is suspended until the next publish"
+    else:
+        state = replica.problem or ("samples" if running else "idle")
+    is_ready = replica.version is not None
+    return ProcessStatus(
+        replica.name, "replica", state, version=replica.version, completions=running, is_ready=is_ready
+    )
+
+
+def derived_seed(seed: int, position: int) -> int:
+    """Returns the seed of a completion that continues at a position: number of tokens received before."""
+    digest = hashlib.blake2b(f"{seed} {position}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def _rest(params: SamplingParams, received: int) -> SamplingParams:
+    """Returns the parameters of a completion after the received tokens."""
+    if not received:
+        return params
+    return replace(params, max_tokens=params.max_tokens - received, seed=derived_seed(params.seed, received))
+
+
+# ---- settings that this place can honour -----------------------------------------------------------------------------
+
+
+def sampler_python(settings: ComputeConfig) -> str:
+    """Returns the interpreter of the environment with vLLM. Raises `ConfigError` if there is none on this machine.
+
+    In a Ray cluster, the nodes of the replicas must have it at the same path.
+    """
+    python = settings.sampler_python or str(cache_dir() / "sampler-venv" / "bin" / "python")
+    if shutil.which(python) is None and not settings.address:
+        raise ConfigError(f"{python} is not a program. {_way_out(python)}")
+    return python
+
+
+def _way_out(python: str) -> str:
+    return (
+        "Replicas need an environment with vLLM: run `agentjet cluster install`, or set compute.sampler_python to its "
+        f"interpreter (now {python!r})"
+    )
+
+
+def gpus_needed(settings: ComputeConfig, ranks: int, samplers: int) -> int:
+    """Returns the GPUs of so many ranks and replicas, where there are GPUs."""
+    sampling = samplers * settings.tensor_parallel
+    return max(ranks, sampling) if settings.colocated else ranks + sampling
+
+
+def most_on_cpus(settings: ComputeConfig) -> int:
+    """Returns the most replicas without GPUs: one for each core, unless Ray places them on other machines."""
+    return SamplerBounds.MAX if settings.address else os.cpu_count() or 1
+
+
+def check_samplers(samplers: SamplerBounds, most: int, gpus: int) -> None:
+    """Raises `ConfigError` for more replicas than fit. `gpus` are those of each replica."""
+    if samplers.least > most:
+        places = f"the free GPUs, {gpus} for each" if gpus else "the CPU cores of this machine, one for each"
+        raise ConfigError(f"samplers = {samplers}: at most {most} replicas fit {places}")
+
+
+def check_gpus(policy: PolicyId, settings: ComputeConfig, free: int | None, model: ModelConfig) -> None:
+    """Raises `ConfigError` with what would fit if ranks and replicas need more GPUs or cores than are free.
+
+    `free` is None without GPUs. A start and `agentjet doctor` check a policy so; a scale checks its samplers so.
+    """
+    if free is None:
+        if model.device == "cuda":
+            raise ConfigError("model.device = 'cuda' and there are no GPUs: set it to 'auto' or 'cpu'")
+        if settings.tensor_parallel > 1:
+            raise ConfigError(
+                f"compute.tensor_parallel = {settings.tensor_parallel} needs GPUs and there are none: set it to 1"
+            )
+        check_samplers(settings.samplers, most_on_cpus(settings), gpus=0)
+        return
+    num_samplers = settings.samplers.least
+    wanted = gpus_needed(settings, settings.ranks, num_samplers)
+    if wanted <= free:
+        return
+    ways = (
+        f"ranks = {ranks} with samplers = {samplers}"
+        for ranks in range(min(settings.ranks, free), 0, -1)
+        for samplers in range(min(num_samplers, free), 0, -1)
+        if gpus_needed(settings, ranks, samplers) <= free
+    )
+    fewest = f"at least {gpus_needed(settings, 1, 1)} are needed"
+    fits = next((f"would fit: {way}" for way in ways), fewest)
+    raise ConfigError(
+        f"policy {policy}: compute.ranks = {settings.ranks} and samplers = {settings.samplers} with tensor_parallel = "
+        f"{settings.tensor_parallel} need {wanted} GPUs, and {free} are free; {fits}. A policy on one GPU: backend = "
+        "'embedded', or colocated = true, with which ranks and replicas share GPUs"
+    )
+
+
+# ---- logs of vLLM ----------------------------------------------------------------------------------------------------
+
+
+def cause_of(log_path: Path, start: int) -> str:
+    """Returns the first error that a log of vLLM has after its first `start` bytes, or "".
+
+    vLLM's processes share one log, and errors wrap others.
+    """
+    return reason_in(last_lines(log_path, start))
+
+
+def reason_in(lines: Sequence[str]) -> str:
+    """Returns the first error among the lines of a log or traceback, or "".
+
+    An error of pydantic has its reason below the line that counts the errors.
+    """
+    for number, line in enumerate(lines):
+        error = _ERROR.match(line)
+        if error is None or _WRAPPER in error[1]:
+            continue
+        below = [part for text in lines[number + 1 :] if (part := _PREFIX.sub("", text)).startswith("  ")]
+        if "validation error" in error[1] and below:
+            return below[0].strip().partition(" [type=")[0][:MAX_LINE]
+        return error[1][:MAX_LINE]
+    return ""
+
+
+def with_cause(error: ConfigError, cause: str) -> ConfigError:
+    """Returns the refusal of a replica with the first error of its log, and with the way out of that error."""
+    if re.search(r"/dev/shm|shm|shared memory", cause, re.IGNORECASE):
+        return ConfigError(
+            f"vLLM needs more shared memory in /dev/shm ({cause}): containers have 64 MiB by default; start this one "
+            "with `docker run --shm-size=1g`, or as docs/cluster.md shows for Kubernetes"
+        )
+    return ConfigError(f"{error}; the first error in its log: {cause}") if cause and cause not in str(error) else error

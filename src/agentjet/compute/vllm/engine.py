@@ -1,0 +1,577 @@
+"""The engine of a replica: vLLM, with exact tokens in and out. Only a replica imports it, in vLLM's own venv.
+
+* vLLM gets token ids, and never text. Prompts are checked before, because some requests end the whole engine.
+* Log-probabilities are those of the sampled distribution. Restrictions are ours, so that a set is exactly the embedded
+  backend's and is known. vLLM itself gets neither grammar nor truncation.
+* A change of weights drops every cached key. Completions that run are computed again under the new weights.
+* An adapter is read into the one adapter that vLLM has. vLLM keeps the keys of the old one: see above.
+
+`VllmEngine` runs in the replica's process. vLLM's own processes import this module by name, for `WeightsLoader`,
+`ShortSteps` and `Restrictions`. The last masks the logits of a completion with a grammar, `top_p` or `top_k` and sends
+each set over a Unix socket to `Sets` before vLLM samples the token.
+
+V is the size of the vocabulary. Versions are tested with vLLM 0.32. CUDA paths are written with care and not tested.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import os
+import socket
+import struct
+import tempfile
+import traceback
+from collections.abc import AsyncGenerator, Awaitable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import safe_open
+from torch import Tensor
+
+# Imports of vLLM are slow. What vLLM reads from the environment at its import is set by `VllmEngine.start`.
+from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
+
+from agentjet.compute.samplers import reason_in
+from agentjet.compute.token_choice import Grammars, Guide, restrict
+from agentjet.compute.weights import MODULES, as_folder, publishes_adapter, size_in_engine
+from agentjet.config import ComputeConfig, ModelConfig, SamplerConfig
+from agentjet.config.loader import cache_dir
+from agentjet.errors import ComputeError, ConfigError, GrammarError, OutOfCache
+from agentjet.timeline.forest import EVERYTHING
+from agentjet.types import ModelInfo, SamplingParams, TokenScore
+
+log = logging.getLogger(__name__)
+
+BLOCK_TOKENS = 32
+"""Tokens of a block of the cache. The CPU's attention needs a multiple of 32."""
+EXTRA_REQUESTS = 2
+"""Places beside those of completions: one request scores tokens, one scores the probe."""
+ADAPTER = "policy"
+"""Name of the only adapter."""
+SEED_BITS = 2**63 - 1
+KV_BYTES = 2**28
+"""Memory that vLLM believes its cache to have. The number of blocks is set and counts."""
+CONNECT_SECONDS = 10.0
+DEATH_SECONDS = 0.5
+"""Time between two looks at whether vLLM is dead."""
+RECEIVE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """New tokens of a completion: as `Sampled`, with the version of each."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    support: list[bytes]
+    versions: list[int]
+    ended: bool
+
+
+class Sets:
+    """Receives the support sets of restricted completions from vLLM's worker.
+
+    The worker sends a set before it samples the token. So the set is in the socket when the token arrives.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._known: dict[int, dict[int, tuple[int, bytes]]] = {}
+        self._unread = bytearray()
+        connection.setblocking(False)
+        asyncio.get_running_loop().add_reader(connection, self._receive)
+
+    def begin(self, id: int) -> None:
+        self._known[id] = {}
+
+    def end(self, id: int) -> None:
+        self._known.pop(id, None)
+
+    def take(self, id: int, position: int) -> bytes:
+        """Returns the set of the token at a position. Raises `GrammarError` if its grammar could not be followed."""
+        self._receive()
+        kind, content = self._known[id].pop(position)
+        if kind == ERROR:
+            raise GrammarError(content.decode())
+        return content
+
+    def _receive(self) -> None:
+        unread = self._unread
+        with contextlib.suppress(BlockingIOError):
+            while part := self._connection.recv(RECEIVE_BYTES):
+                unread += part
+            asyncio.get_running_loop().remove_reader(self._connection)  # The worker ended, and the engine with it.
+        start = 0
+        while len(unread) - start >= FRAME.size:
+            id, position, kind, length = FRAME.unpack_from(unread, start)
+            stop = start + FRAME.size + length
+            if stop > len(unread):
+                break
+            if id in self._known:
+                self._known[id][position] = kind, bytes(unread[start + FRAME.size : stop])
+            start = stop
+        del unread[:start]
+
+
+def _innermost(error: BaseException) -> str:
+    """Returns the reason of the error that others wrap."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = "".join(traceback.format_exception_only(error)).splitlines()
+    return reason_in(lines) or lines[0]
+
+
+class VllmEngine:
+    """vLLM with one model. The weights are random until the first `load`."""
+
+    def __init__(self, engine: Any, info: ModelInfo, sets: Sets, max_tokens: int, *, keeps_base: bool) -> None:
+        """`keeps_base`: publications are adapters, and vLLM loaded the base model itself."""
+        self._engine = engine
+        self._keeps_base = keeps_base
+        self._is_suspended = False
+        self._info = info
+        self._sets = sets
+        self.max_tokens = max_tokens
+        """Limit of a prompt and its completion together."""
+        self._adapter: Any = None
+        """The `LoRARequest` of every request, for weights that are an adapter."""
+        self.vocabulary = int(engine.vllm_config.model_config.get_vocab_size())
+        self._grammars = Grammars(info, self.vocabulary)
+        self._num_scores = 0
+
+    @classmethod
+    async def start(
+        cls, model: ModelConfig, info: ModelInfo, sampler: SamplerConfig, compute: ComputeConfig, folder: Path
+    ) -> Self:
+        """Start vLLM with the model of these settings. Raises `ConfigError` if it cannot hold the model.
+
+        Sockets are made in `folder`.
+        """
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        set_environment(model, compute)
+        os.environ["VLLM_RPC_BASE_PATH"] = str(folder)
+        tempfile.gettempdir()  # This process keeps it: weights are looked for there.
+        os.environ["TMPDIR"] = str(folder)  # vLLM's processes leave `vllm_dist_*` behind.
+        path = str(folder / "sets")
+        ours = {
+            "scheduling_policy": "priority",  # The probe comes before completions that are computed again.
+            "worker_extension_cls": f"{__name__}.WeightsLoader",
+            "logits_processors": [f"{__name__}:Restrictions"],
+            "additional_config": {SETTINGS: {"socket": path, "info": dataclasses.asdict(info)}},
+            "enable_log_requests": False,
+        }
+        settings = engine_settings(model, info, sampler, compute)
+        if not settings.get("enable_lora"):
+            ours["load_format"] = "dummy"  # Each version comes as a publication, also the first one.
+        if settings.get("enable_chunked_prefill") is False:
+            ours["scheduler_cls"] = f"{__name__}.ShortSteps"
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(path)
+            listener.listen(1)
+            listener.settimeout(CONNECT_SECONDS)
+            try:
+                engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**settings, **ours))
+                sets = Sets(listener.accept()[0])  # vLLM's worker connects while it starts.
+            except Exception as error:  # Boundary: vLLM raises many kinds.
+                cause = _innermost(error)
+                raise ConfigError(
+                    f"model.name = {model.name!r}: vLLM cannot hold the model with these settings ({cause}). "
+                    "compute.backend = 'embedded' holds every model of transformers"
+                ) from error
+        return cls(engine, info, sets, settings["max_model_len"], keeps_base=bool(settings.get("enable_lora")))
+
+    async def died(self) -> BaseException:
+        """Wait until vLLM is dead; returns its error."""
+        while not self._engine.errored:
+            await asyncio.sleep(DEATH_SECONDS)
+        error: BaseException = self._engine.dead_error
+        return error
+
+    async def check(self, tokens: NDArray[np.int32], params: SamplingParams, num_sampled: int) -> None:
+        """Raises `ComputeError`, `OutOfCache` or `GrammarError` for a request that cannot be served."""
+        self._check_tokens(tokens)
+        if not 0 <= num_sampled < len(tokens):
+            raise ComputeError(f"{num_sampled} of {len(tokens)} tokens cannot be those of the completion")
+        if params.max_tokens < 1:
+            raise ComputeError(f"max_tokens = {params.max_tokens} is not positive")
+        if len(tokens) + params.max_tokens > self.max_tokens:
+            raise OutOfCache(
+                f"{len(tokens)} prompt tokens + max_tokens = {params.max_tokens} exceed what a replica can hold "
+                f"({self.max_tokens}: the smaller one of the model's context and sampler.cache_tokens)"
+            )
+        if params.grammar:
+            await asyncio.to_thread(self._grammars.guide, params.grammar)
+
+    async def sample(
+        self, id: int, tokens: NDArray[np.int32], params: SamplingParams, num_sampled: int
+    ) -> AsyncGenerator[Delta]:
+        """Yields the new tokens of a checked request. Raises `GrammarError`, or what vLLM raises."""
+        from vllm import SamplingParams as EngineParams
+        from vllm.inputs import tokens_input
+        from vllm.sampling_params import RequestOutputKind
+
+        is_restricted = bool(params.grammar) or (params.temperature > 0 and (params.top_k > 0 or params.top_p < 1))
+        prompt = tokens.tolist()
+        rule = Restriction(
+            id, params.temperature, params.top_k, params.top_p, params.grammar, prompt[len(prompt) - num_sampled :]
+        )
+        wanted = EngineParams(
+            max_tokens=params.max_tokens,
+            temperature=params.temperature,
+            seed=params.seed & SEED_BITS,
+            stop_token_ids=[token for token in self._info.end_tokens if token < self.vocabulary],
+            logprobs=0,
+            output_kind=RequestOutputKind.DELTA,
+            detokenize=False,
+            extra_args={RESTRICTION: dataclasses.asdict(rule)} if is_restricted else None,
+        )
+        self._sets.begin(id)
+        name, position = f"sample-{id}", 0
+        try:
+            stream = self._engine.generate(tokens_input(prompt), wanted, name, lora_request=self._adapter)
+            async for output in stream:
+                (completion,) = output.outputs
+                new = list(completion.token_ids)
+                logprobs = [at[token].logprob for at, token in zip(completion.logprobs or [], new, strict=True)]
+                support = [EVERYTHING] * len(new)
+                if is_restricted:
+                    support = [self._sets.take(id, position + i) for i in range(len(new))]
+                if output.finished and completion.finish_reason not in ("stop", "length"):
+                    raise ComputeError(f"the engine ended the completion: {completion.finish_reason}")
+                starts = self._version_starts(name, completion if output.finished else None)
+                versions = [_version_at(starts, position + i) for i in range(len(new))]
+                position += len(new)
+                yield Delta(new, logprobs, support, versions, output.finished)
+        finally:
+            self._sets.end(id)
+
+    async def score(self, tokens: NDArray[np.int32], num_likeliest: int) -> list[TokenScore]:
+        """Returns the score of each token except the first, given those before it. Raises `ComputeError`."""
+        return await (await self.queue_score(tokens, num_likeliest))
+
+    async def queue_score(
+        self, tokens: NDArray[np.int32], num_likeliest: int, *, comes_first: bool = False
+    ) -> Awaitable[list[TokenScore]]:
+        """As `score`, which begins here; returns its awaitable result. `comes_first`: before all other requests."""
+        from vllm import SamplingParams as EngineParams
+        from vllm.inputs import tokens_input
+        from vllm.sampling_params import RequestOutputKind
+
+        self._check_tokens(tokens)
+        if len(tokens) >= self.max_tokens:
+            raise ComputeError(f"a replica scores at most {self.max_tokens - 1} tokens; the request has {len(tokens)}")
+        self._num_scores += 1
+        wanted = EngineParams(
+            max_tokens=1,
+            temperature=0,
+            prompt_logprobs=num_likeliest,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            detokenize=False,
+        )
+        outputs = await self._engine.add_request(
+            f"score-{self._num_scores}",
+            tokens_input(tokens.tolist()),
+            wanted,
+            lora_request=self._adapter,
+            priority=-1 if comes_first else 0,
+        )
+
+        async def scores() -> list[TokenScore]:
+            after = (await outputs.get()).prompt_logprobs[1:]
+            return [
+                _token_score(token, at, num_likeliest) for token, at in zip(tokens[1:].tolist(), after, strict=True)
+            ]
+
+        return scores()
+
+    async def pause(self) -> None:
+        """Stop all sampling and drop every cached key."""
+        if not self._is_suspended:
+            await self._engine.pause_generation(mode="keep", clear_cache=True)
+
+    async def suspend(self) -> None:
+        """Pause, and free the memory of weights and cache until `load` and `resume`. On CPUs vLLM frees nothing."""
+        await self._engine.sleep(level=1 if self._keeps_base else 2, mode="keep")  # Level 2 keeps no weights.
+        self._is_suspended = True
+
+    async def load(self, path: Path, adapter: str) -> None:
+        """Replace the weights while paused. Raises `ComputeError` if the file lacks some of them.
+
+        `adapter`: the config of `Publication`.
+        """
+        if self._is_suspended:
+            await self._engine.wake_up(tags=["weights"])
+        if adapter:
+            await self._load_adapter(path, adapter)
+            return
+        missing = [
+            name for lacks in await self._engine.collective_rpc("agentjet_load", args=(str(path),)) for name in lacks
+        ]
+        if missing:
+            raise ComputeError(f"the published weights lack {len(missing)} parameters, such as {missing[0]}")
+
+    async def _load_adapter(self, path: Path, config: str) -> None:
+        from vllm.lora.request import LoRARequest
+
+        folder = str(as_folder(path, config))
+        # A request with `load_inplace` would read the file again at each step.
+        await self._engine.add_lora(LoRARequest(ADAPTER, 1, folder, load_inplace=True))
+        self._adapter = LoRARequest(ADAPTER, 1, folder)
+
+    async def resume(self, version: int) -> None:
+        """Sample again; new tokens have this version."""
+        await self._engine.update_weight_version(str(version))
+        if self._is_suspended:
+            await self._engine.wake_up(tags=["kv_cache"])  # vLLM samples from here on.
+            self._is_suspended = False
+        await self._engine.resume_generation()
+
+    def _version_starts(self, name: str, ended: Any | None) -> list[tuple[str, int]]:
+        """Returns vLLM's record of a request's versions: (version, first token). `ended` is its last output, if it is.
+
+        vLLM gives a completion's versions with its last output only, but they are noted step by step.
+        """
+        if ended is not None:
+            return [(span.version, span.start) for span in ended.weight_versions]
+        known = self._engine.output_processor
+        (id,) = known.external_req_ids[name]
+        found: list[tuple[str, int]] = known.request_states[id].weight_version_starts
+        return found
+
+    def _check_tokens(self, tokens: NDArray[np.int32]) -> None:
+        if not len(tokens) or tokens.min() < 0 or tokens.max() >= self.vocabulary:
+            raise ComputeError(f"a prompt needs token ids between 0 and {self.vocabulary - 1}")
+
+
+def _token_score(token: int, at: Mapping[int, Any], num_likeliest: int) -> TokenScore:
+    """Returns a token's score from vLLM's log-probabilities at its position."""
+    best = sorted((one.rank, id, one.logprob) for id, one in at.items() if one.rank <= num_likeliest)
+    return TokenScore(at[token].logprob, tuple((id, logprob) for _, id, logprob in best))
+
+
+def _version_at(starts: Sequence[tuple[str, int]], position: int) -> int:
+    """Returns the version of the token at a position."""
+    return next(int(version) for version, start in reversed(starts) if start <= position)
+
+
+def _model_folder(model: ModelConfig) -> str:
+    """Returns the folder or hub id with the model's `config.json`. Its weights are read if an adapter is published."""
+    from agentjet.compute.policy import BUNDLED, locate_model
+
+    folders = [Path(model.name)]
+    if model.name == BUNDLED:  # The server unpacked it, because this environment lacks its package.
+        folders += sorted(cache_dir().glob(f"{BUNDLED}-*"))
+    known = next((folder for folder in folders if (folder / "config.json").is_file()), None)
+    return str(known) if known else locate_model(model.name)
+
+
+def engine_settings(
+    model: ModelConfig, info: ModelInfo, sampler: SamplerConfig, compute: ComputeConfig
+) -> dict[str, Any]:
+    """Returns arguments of vLLM's engine: those that do not depend on how a replica uses it."""
+    from transformers import AutoConfig
+    from vllm.platforms import current_platform
+
+    folder = _model_folder(model)
+    limit = min(info.context_length, sampler.cache_tokens)
+    places = sampler.max_concurrent + EXTRA_REQUESTS
+    settings: dict[str, Any] = {
+        "model": folder,
+        "dtype": info.dtype,
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",  # The model's own defaults would change the distribution.
+        "max_model_len": limit,
+        "max_num_seqs": places,
+        "num_gpu_blocks_override": -(-sampler.cache_tokens // BLOCK_TOKENS) + 1,
+        "block_size": BLOCK_TOKENS,
+        "tensor_parallel_size": compute.tensor_parallel,
+        "logprobs_mode": "processed_logprobs",
+        "max_logprobs": -1,
+        "async_scheduling": False,  # A restriction needs the token before.
+        "disable_log_stats": True,
+    }
+    if publishes_adapter(model.lora, AutoConfig.from_pretrained(folder, trust_remote_code=False).architectures):
+        settings |= {
+            "enable_lora": True,
+            "max_loras": 1,
+            "max_lora_rank": size_in_engine(model.lora.rank),
+            "lora_target_modules": list(MODULES),
+        }
+    if compute.colocated and not current_platform.is_cpu():
+        # Memory is that of the blocks. vLLM would want its share of what the ranks use, too.
+        settings |= {"enable_sleep_mode": True, "kv_cache_memory_bytes": KV_BYTES, "gpu_memory_utilization": 0.01}
+    if current_platform.is_cpu():
+        settings |= {
+            "enforce_eager": True,
+            "kv_cache_memory_bytes": KV_BYTES,
+            # A seeded request whose prompt is computed in chunks ends the engine.
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": limit + places,
+        }
+    return settings
+
+
+def set_environment(model: ModelConfig, compute: ComputeConfig) -> None:
+    """Set what vLLM's processes read from the environment."""
+    from vllm.platforms import current_platform
+
+    os.environ["VLLM_NO_USAGE_STATS"] = "1"
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # The second runner does not have `AdapterLogitsProcessor`.
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # `replica_path` ends processes that are not forks.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    if current_platform.is_cpu():
+        threads = model.threads or max(1, (os.cpu_count() or 1) // compute.samplers.most)
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"  # Else the first log-probabilities are compiled for a minute.
+
+
+log = logging.getLogger(__name__)
+
+# ---- inside vLLM's processes -----------------------------------------------------------------------------------------
+
+SETTINGS = "agentjet"
+"""Key of our settings in vLLM's `additional_config`: `socket` and `info`, the fields of a `ModelInfo`."""
+RESTRICTION = "agentjet"
+"""Key of a `Restriction` in the `extra_args` of a request."""
+FRAME = struct.Struct("<QIBI")
+"""Header of a message: id of the completion, position of the token, kind, length of the content that follows."""
+STEP_TOKENS = 256
+"""Tokens of a step on a CPU. More are not faster each, and all running completions wait for the step."""
+SET, ERROR = 0, 1
+"""Kinds of content: an encoded set, or the reason why the grammar allows no token here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Restriction:
+    """Grammar and truncation of a completion. `sampled` are its tokens that were sampled by another replica."""
+
+    id: int
+    temperature: float
+    top_k: int = 0
+    top_p: float = 1.0
+    grammar: str = ""
+    sampled: list[int] = field(default_factory=list)
+
+
+class WeightsLoader:
+    """Methods that vLLM adds to its worker. The names must not be those of vLLM's own."""
+
+    model_runner: Any
+
+    def agentjet_load(self, path: str) -> list[str]:
+        """Replace the weights by those of a safetensors file; returns the names of parameters that it lacks."""
+        runner = self.model_runner
+        model = runner.get_model()
+        names = {name for name, _ in model.named_parameters()}
+        with torch.inference_mode():
+            initialize_layerwise_reload(model)
+            loaded = model.load_weights(_tensors(path))
+            finalize_layerwise_reload(model, runner.model_config)
+            self._refresh_tied_head(model)
+        return sorted(names - (names if loaded is None else set(loaded)))
+
+    def _refresh_tied_head(self, model: Any) -> None:
+        """Process a tied head again. The file has no weight for it, so vLLM keeps its packed copy of the old weight."""
+        for module in model.modules():
+            head = getattr(module, "lm_head", None)
+            method = getattr(head, "quant_method", None)
+            if head is not None and method is not None and hasattr(head, "weight"):
+                method.process_weights_after_loading(head)
+
+
+def _tensors(path: str) -> Iterator[tuple[str, Tensor]]:
+    with safe_open(path, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118 (not a dict)
+            yield name, file.get_tensor(name)
+
+
+class ShortSteps(Scheduler):  # type: ignore[misc]
+    """Spreads prompts over several steps, each prompt whole: on a CPU vLLM cannot compute one in chunks.
+
+    After a change of weights, completions go on one after another, and not when all contexts are computed again.
+    """
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        longest = self.waiting.peek_request().num_tokens if self.waiting else 0
+        wanted = max(STEP_TOKENS, len(self.running) + longest)
+        self.max_num_scheduled_tokens = min(wanted, self.scheduler_config.max_num_batched_tokens)
+        return super().schedule(throttle_prefills)
+
+
+class Restrictions(AdapterLogitsProcessor):  # type: ignore[misc]
+    """Masks the logits of restricted completions. Other completions cost nothing."""
+
+    def __init__(self, vllm_config: Any, device: Any, is_pin_memory: bool) -> None:
+        super().__init__(vllm_config, device, is_pin_memory)
+        settings: Mapping[str, Any] = vllm_config.additional_config[SETTINGS]
+        info = dict(settings["info"])
+        info["end_tokens"] = tuple(info["end_tokens"])
+        self.grammars = Grammars(ModelInfo(**info), vllm_config.model_config.get_vocab_size())
+        self._connection: socket.socket | None = None
+        if get_tensor_model_parallel_rank() == 0:  # All ranks sample the same token, so one of them sends its set.
+            self._connection = socket.socket(socket.AF_UNIX)
+            self._connection.connect(settings["socket"])
+
+    def is_argmax_invariant(self) -> bool:
+        return False  # A grammar changes what is likeliest.
+
+    def new_req_logits_processor(self, params: Any) -> _Restricted | None:
+        restriction = (params.extra_args or {}).get(RESTRICTION)
+        return None if restriction is None else _Restricted(Restriction(**restriction), self)
+
+    def send(self, id: int, position: int, kind: int, content: bytes) -> None:
+        """Send a message to the replica."""
+        if self._connection is not None:
+            self._connection.sendall(FRAME.pack(id, position, kind, len(content)) + content)
+
+
+class _Restricted:
+    """The restriction of one completion. vLLM makes another one if it computes a completion again."""
+
+    def __init__(self, restriction: Restriction, owner: Restrictions) -> None:
+        self._restriction = restriction
+        self._owner = owner
+        self._num_consumed = 0
+        self._guide: Guide | None = None
+        self._error = ""
+        try:
+            self._guide = owner.grammars.guide(restriction.grammar)
+            for token in restriction.sampled:
+                self._consume(token)
+        except GrammarError as error:  # It must not end the engine, which serves other completions.
+            self._error = str(error)
+
+    def __call__(self, output_ids: list[int], logits: Tensor) -> Tensor:
+        """Mask `logits` [V] in place, for the token after `output_ids`."""
+        rule, position = self._restriction, len(output_ids)
+        for token in output_ids[self._num_consumed :]:
+            self._consume(token)
+        self._num_consumed = position
+        if self._error:
+            self._owner.send(rule.id, position, ERROR, self._error.encode())
+            return logits
+        mask = self._guide.mask if self._guide else b""
+        tempered = logits / rule.temperature if rule.temperature not in (0, 1) else logits.clone()
+        top_k, top_p = (rule.top_k, rule.top_p) if rule.temperature else (0, 1.0)
+        support = restrict(tempered, top_k, top_p, mask)
+        logits.masked_fill_(tempered == -torch.inf, -torch.inf)
+        self._owner.send(rule.id, position, SET, support)
+        return logits
+
+    def _consume(self, token: int) -> None:
+        if self._guide is not None and not self._error:
+            self._error = self._guide.advance(token)

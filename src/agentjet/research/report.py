@@ -1,0 +1,596 @@
+"""The report of a study: one facts object, and one template for its Markdown and its HTML.
+
+    log ─► StudyView ─► facts ─► report.md ─► report.html      the same facts are the page's, and facts.json
+                          └────► figures (SVG)
+
+Among the facts are sentences that qualify the findings: deviations from the plan, and limitations by rules.
+
+The same facts give the same bytes, so no library draws the figures. Text is escaped where it is printed, so it cannot
+form markup. The HTML is one file without scripts. `research.campaign.report` prints the facts of a campaign in the same
+way.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from html import escape
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import numpy as np
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markdown_it import MarkdownIt
+
+from agentjet.errors import ConfigError
+from agentjet.research.diagnosis import MANY_FAILED, held_out_counts
+from agentjet.research.journal import StudyFolder, StudyLog, write_whole
+from agentjet.research.models import EXPECTED, Arm, Finding, Hypothesis, Outcome, Setting, Study, Trial, Value
+from agentjet.research.scheduler import DIRECTIONAL, Spending, estimate_cost
+from agentjet.research.statistics import largest_unseen_rate
+from agentjet.types import beginning
+
+# ---- a study's log, arranged for reports -----------------------------------------------------------------------------
+
+Stage = Literal["planned", "exploring", "confirming", "finished"]
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A trial with its outcome."""
+
+    name: str
+    """`T` and its place among the study's trials, from 1."""
+    trial: Trial
+    attempts: int
+    outcome: Outcome | None
+    """Outcome of the last attempt; None if the trial has not ended."""
+
+    @property
+    def score(self) -> float | None:
+        return self.outcome.score if self.outcome else None
+
+    @property
+    def end(self) -> str:
+        return self.outcome.end if self.outcome else "unfinished"
+
+
+class StudyView:
+    """The log of a study, arranged for reports; also while the study runs. Raises `ConfigError` without a study."""
+
+    def __init__(self, log: StudyLog) -> None:
+        if log.study is None:
+            raise ConfigError("this journal holds no study: there is nothing to report; run the study first")
+        self.log = log
+        self.study: Study = log.study
+        self.launched = [
+            Launched(f"T{number}", trial, log.attempts[trial.id], next(reversed(log.outcomes.get(trial.id, [])), None))
+            for number, trial in enumerate(log.trials.values(), start=1)
+        ]
+
+    @cached_property
+    def findings(self) -> dict[str, Finding]:
+        """By hypothesis; open ones are missing."""
+        names = {hypothesis.id: f"finding {hypothesis.id}" for hypothesis in self.study.hypotheses}
+        known = self.log.decisions
+        return {key: Finding.from_json(known[name]) for key, name in names.items() if name in known}
+
+    def looks(self, hypothesis: str) -> list[Finding]:
+        """Its finding at each look, up to the look that closed it."""
+        names = (f"look {seeds}" for seeds in self.study.looks)
+        looks = cast("list[dict[str, Any]]", [self.log.decisions.get(name, {}) for name in names])
+        return [Finding.from_json(look[hypothesis]) for look in looks if hypothesis in look]
+
+    @cached_property
+    def chosen(self) -> dict[str, Setting]:
+        """By arm, the setting that was frozen for confirmation."""
+        return cast("dict[str, Setting]", self.log.decisions.get("frozen", {}))
+
+    @property
+    def stage(self) -> Stage:
+        if len(self.findings) == len(self.study.hypotheses):
+            return "finished"
+        if "frozen" in self.log.decisions:
+            return "confirming"
+        return "exploring" if self.launched else "planned"
+
+    @cached_property
+    def spending(self) -> Spending:
+        """Spending at the launch of the last trial. Running trials are debited in full."""
+        return Spending(self.study, [(one.trial, one.attempts) for one in self.launched])
+
+    @property
+    def spent(self) -> float:
+        """Full runs spent on ended trials."""
+        ended = [(one.trial, one.attempts) for one in self.launched if one.outcome is not None]
+        return Spending(self.study, ended).total
+
+    def confirming(self, arm: str) -> list[Launched]:
+        return [one for one in self.launched if one.trial.phase == "confirm" and one.trial.arm == arm]
+
+    def scores(self, arm: str) -> list[float]:
+        """Final scores of the confirming runs."""
+        return [one.score for one in self.confirming(arm) if one.score is not None]
+
+
+def read_study(folder: StudyFolder) -> StudyView:
+    """The study of a folder; only planned if it has no journal. Raises `ConfigError`."""
+    log = folder.log()
+    if log.study is None:
+        log.open_study(folder.study())
+    return StudyView(log)
+
+
+# ---- facts -----------------------------------------------------------------------------------------------------------
+
+UNTESTED = frozenset({"too_hard", "too_easy", "no_exploration", "ignored_setting", "no_op", "not_a_number"})
+"""Causes after which a run shows nothing about its setting."""
+MANY_SEEDS = 20
+"""From this number of seeds per arm, a normal mean needs no warning."""
+UNEQUAL = 3.0
+"""Ratio of deviations of two arms that strains the approximation of the boundary (see docs/research.md)."""
+FIFTH = 0.2
+"""Share of the spread between seeds. With a smaller effect of interest, wrong verdicts are more frequent than alpha."""
+SIMULATED = {"alpha": 0.05, "claims": 10, "even": 0.06, "uneven": 0.1, "fine": 0.16, "share": FIFTH}
+"""Chances of any wrong verdict: the largest that `python -m bench.error_rates` finds for this alpha and up to so many
+claims. `even` and `uneven` spreads have an effect of interest of at least `share` of the spread, `fine` has less.
+"""
+Facts = dict[str, Any]
+
+
+def gather(view: StudyView) -> Facts:
+    """All facts of a study. Numbers are not rounded."""
+    study = view.study
+    arms = [arm_facts(arm, view) for arm in study.arms]
+    return {
+        "study": study.to_json() | {"id": study.id, "subject": study.subject and study.subject.to_json()},
+        "stage": view.stage,
+        "num_entries": len(view.log.entries),
+        "num_unended": sum(one.outcome is None for one in view.launched),
+        "findings": [finding_facts(f"F{n}", hypothesis, view) for n, hypothesis in enumerate(study.hypotheses, 1)],
+        "arms": arms,
+        "trials": [trial_facts(one) for one in view.launched],
+        "evaluation_steps": evaluation_steps(view),
+        "ledger": {
+            **view.spending.spent,
+            "repeated": view.spending.repeated,
+            "total": view.spending.total,
+            "budget": study.budget,
+            "for_exploring": view.spending.for_exploring,
+        },
+        "diagnoses": diagnosis_facts(view),
+        "deviations": list(deviations(view, arms)),
+        "limitations": list(limitations(view, arms)),
+        "simulated": SIMULATED,
+    }
+
+
+def setting_text(setting: Setting) -> str:
+    return ", ".join(f"{name} = {written(value)}" for name, value in sorted(setting.items())) or "the base"
+
+
+def written(value: Value) -> str:
+    """A setting's value in the notation of settings."""
+    return re.sub(r"e([+-])0*", r"e\1", f"{value:.10g}") if type(value) is float else str(value)
+
+
+def trial_facts(one: Launched) -> Facts:
+    outcome = one.outcome
+    return {
+        **one.trial.to_json(),
+        "id": one.trial.id,
+        "name": one.name,
+        "setting": setting_text(one.trial.setting),
+        "end": one.end.replace("_", " "),
+        "score": one.score,
+        "attempts": one.attempts,
+        "note": outcome.note if outcome else "",
+        "curve": list(outcome.curve) if outcome else None,
+    }
+
+
+def finding_facts(name: str, hypothesis: Hypothesis, view: StudyView) -> Facts:
+    """Includes hypotheses without a finding, with the verdict "open"."""
+    known = view.findings.get(hypothesis.id)
+    found = known or Finding(hypothesis.id, "inconclusive", "")
+    trials = [one for one in view.launched if one.trial.id in found.trials]
+    seeds = max(Counter(one.trial.arm for one in trials).values(), default=0)
+    expected = EXPECTED[hypothesis.sign] if hypothesis.sign else ""
+    return {
+        **hypothesis.to_json(),
+        **found.to_json(),
+        "name": name,
+        "verdict": known.verdict if known else "open",
+        "expected": f"{expected}: {hypothesis.why}" if hypothesis.why else expected,
+        "early": found.verdict in DIRECTIONAL and seeds < view.study.looks[-1],
+        "untested": untested(found, hypothesis, view),
+        "settings": [f"{arm}: {setting_text(setting)}" for arm, setting in sorted(found.settings.items())],
+        "trials": [one.name for one in trials],
+        "looks": [look.to_json() for look in view.looks(hypothesis.id)],
+    }
+
+
+def untested(found: Finding, hypothesis: Hypothesis, view: StudyView) -> list[str]:
+    """A sentence for each side of a claim with a cause in `UNTESTED` in most of its confirming runs."""
+    sentences = []
+    for arm in (hypothesis.arm, hypothesis.against):
+        runs = [one.trial.id for one in view.launched if one.trial.id in found.trials and one.trial.arm == arm]
+        ill = [[d for d in view.log.diagnoses.get(run, []) if d.cause in UNTESTED] for run in runs]
+        first = [diagnoses[0] for diagnoses in ill if diagnoses]
+        if 2 * len(first) > len(runs):
+            causes = ", ".join(sorted({d.cause.replace("_", " ") for d in first}))
+            sentences.append(
+                f"{len(first)} of {len(runs)} confirming runs of “{arm}” are diagnosed as {causes}: {first[0].meaning}."
+            )
+    return sentences
+
+
+def arm_facts(arm: Arm, view: StudyView) -> Facts:
+    confirming, scores = view.confirming(arm.name), view.scores(arm.name)
+    ends = Counter(one.end for one in confirming)
+    subject = view.study.subject
+    return {
+        "name": arm.name,
+        "changes": setting_text(arm.changes),
+        "knobs": "; ".join(f"{knob.name} over {', '.join(map(written, knob.values))}" for knob in arm.nuisance),
+        "agent": subject.agent_of(arm.name) if subject else arm.code[:12],
+        "setting": setting_text(view.chosen[arm.name]) if arm.name in view.chosen else "",
+        "completed": ends["completed"],
+        "diverged": ends["diverged"],
+        "lost": ends["infra_failed"],
+        "scored": len(scores),
+        "mean": float(np.mean(scores)) if scores else None,
+        "deviation": float(np.std(scores, ddof=1)) if len(scores) > 1 else None,
+        "worst": min(scores, default=None),
+        "best": max(scores, default=None),
+        "unseen": largest_unseen_rate(len(scores)) if scores and not ends["diverged"] else None,
+        "runs": [one.name for one in confirming],
+    }
+
+
+def evaluation_steps(view: StudyView) -> list[int]:
+    """Steps of the values in a full run's curve; empty if unknown."""
+    steps = view.study.subject.evaluation_steps(1.0) if view.study.subject else []
+    whole = [one.outcome for one in view.launched if one.trial.phase == "confirm" and one.outcome]
+    return steps if all(len(o.curve) == len(steps) for o in whole if o.end == "completed") else []
+
+
+def diagnosis_facts(view: StudyView) -> list[Facts]:
+    """Diagnoses by arm and cause, with the texts and the numbers of the first trial."""
+    alike: dict[tuple[str, str], Facts] = {}
+    for one in view.launched:
+        for found in view.log.diagnoses.get(one.trial.id, []):
+            numbers = ", ".join(f"{name} = {number:.4g}" for name, number in sorted(found.evidence.items()))
+            new = {"arm": one.trial.arm, "cause": found.cause.replace("_", " "), "trials": [], "seen": found.seen}
+            group = alike.setdefault((one.trial.arm, found.cause), new | {"meaning": found.meaning, "numbers": numbers})
+            group["trials"].append(one.name)
+    return list(alike.values())
+
+
+# ---- sentences ------------------------------------------------------------------------------------------------------
+
+
+def deviations(view: StudyView, arms: Sequence[Facts]) -> Iterator[str]:
+    """Where the study was not conducted as declared."""
+    kept = view.log.decisions.get("rungs")
+    for rung in [rung for rung in view.study.rungs if isinstance(kept, list) and rung not in kept]:
+        yield (
+            f"Tuning did not drop settings at {rung:.0%} of a run, because the early ranks of the arm that was tuned "
+            "first did not predict the final ones."
+        )
+    again = [one for one in view.launched if one.attempts > 1]
+    if again:
+        more = sum(one.attempts - 1 for one in again)
+        yield (
+            f"{len(again)} trials were lost by the infrastructure and launched again with their seed, in {more} more "
+            f"launches. They cost {view.spending.repeated:g} full runs and are not evidence."
+        )
+    for arm in arms:
+        if arm["lost"]:
+            yield (
+                f"{arm['lost']} of {len(arm['runs'])} confirming trials of “{arm['name']}” were lost for all attempts, "
+                "so its scores lack them. If losses depend on how the trials ran, the remaining scores flatter the arm."
+            )
+    if view.stage != "finished":
+        yield "The study is not finished."
+
+
+def limitations(view: StudyView, arms: Sequence[Facts]) -> Iterator[str]:
+    study, spreads = view.study, {arm["name"]: arm["deviation"] or 0.0 for arm in arms}
+    yield (
+        "The findings are for this metric, this base and this evaluator. Other tasks, models and lengths were not run."
+    )
+    if any(found.estimate is not None and found.seeds < MANY_SEEDS for found in view.findings.values()):
+        yield "With so few seeds the intervals assume about normal scores, which the data cannot show."
+    yield from tuning_limits(view)
+    for hypothesis in study.hypotheses:
+        of_claim = {name: spreads[name] for name in (hypothesis.arm, hypothesis.against)}
+        yield from spread_limits(of_claim, study.sesoi)
+    for arm in study.arms:
+        plays = held_out_counts(one.outcome for one in view.confirming(arm.name) if one.outcome)
+        if plays.failed:
+            many = (
+                " That is so many that the scores may come from a selection: give failing episodes a reward, and plan "
+                "a new study."
+            )
+            yield (
+                f"{plays.failed} of {plays.num} held-out episodes of “{arm.name}” failed ({plays.share:.1%}). Each was "
+                f"repeated, so its scores are of episodes that did not fail.{many if plays.share > MANY_FAILED else ''}"
+            )
+    trials = [one for one in view.launched if one.trial.phase == "confirm"]
+    ill = sum(one.trial.id in view.log.diagnoses for one in trials)
+    if ill:
+        yield f"{ill} of {len(trials)} confirming trials have a diagnosis. Their scores count nevertheless."
+    if not study.evaluator:
+        yield "The plan has no hash of the evaluator, so this report cannot show that it stayed the same."
+
+
+def tuning_limits(view: StudyView) -> Iterator[str]:
+    for arm in view.study.arms:
+        chosen = view.chosen.get(arm.name, {})
+        if not arm.nuisance:
+            yield f"“{arm.name}” was run at one setting, without tuning: its result may not hold at others."
+        for knob in arm.nuisance:
+            value, least, most = chosen.get(knob.name), min(knob.values), max(knob.values)
+            if least < most and value in (least, most):
+                end = "smallest" if value == least else "largest"
+                yield f"“{arm.name}” was judged at {knob.name} = {value}, the {end} value that was tried."
+    for hypothesis in view.study.hypotheses:
+        arms = [view.study.arm(name) for name in (hypothesis.arm, hypothesis.against)]
+        a, b = (view.chosen.get(arm.name, {}) for arm in arms)
+        for knob in arms[0].nuisance:
+            if knob in arms[1].nuisance and knob.name in a and knob.name in b and a[knob.name] != b[knob.name]:
+                yield (
+                    f"“{arms[0].name}” was judged at {knob.name} = {a[knob.name]} and “{arms[1].name}” at "
+                    f"{b[knob.name]}: their difference includes that."
+                )
+
+
+def spread_limits(spreads: Mapping[str, float], sesoi: float) -> Iterator[str]:
+    """Spreads for which the chance of a wrong verdict is above the declared one."""
+    arm, against = spreads
+    wide, narrow = sorted(spreads, key=lambda name: -spreads[name])
+    if spreads[narrow] > 0 and spreads[wide] / spreads[narrow] >= UNEQUAL:
+        yield (
+            f"Scores of “{wide}” spread {spreads[wide] / spreads[narrow]:.1f} times as far as those of “{narrow}”, so "
+            "the chance of a wrong verdict is above the declared one."
+        )
+    between = math.hypot(*spreads.values()) / math.sqrt(2)
+    if sesoi < FIFTH * between:
+        yield (
+            f"The smallest effect of interest is {sesoi / between:.1%} of the spread between seeds of "
+            f"“{arm}” and “{against}”, less than {FIFTH:.0%}: the chance of a wrong verdict is above the declared one."
+        )
+
+
+# ---- figures ---------------------------------------------------------------------------------------------------------
+
+WIDTH, LEFT, ROW = 860, 240, 46
+"""In pixels: the figure, its column of names, and a row."""
+COLOURS = ("#0072b2", "#c45100", "#008a63", "#b8578d", "#8a6d00", "#4b5fb3")
+"""Near those of Okabe and Ito (2008), which most colour-blind people can distinguish."""
+STYLE = """<style>
+text{font:13px system-ui,sans-serif;fill:#22303c}.soft{fill:#5b6975}.line{stroke:#d9dfe4}.band{fill:#eaeef1}
+@media (prefers-color-scheme:dark){text{fill:#e3e9ee}.soft{fill:#9fadb9}.line{stroke:#36424d}.band{fill:#26323c}}
+</style>"""
+FARTHEST = 3.0
+"""A point farther from the middle half than this many times its width is drawn at the margin."""
+
+
+def svg(height: float, parts: Sequence[str]) -> str:
+    body = "\n".join(parts)
+    return f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}">{STYLE}\n{body}\n</svg>\n'
+
+
+def label(x: float, y: float, text: str, look: str = "", anchor: str = "start") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" {look}>{escape(text)}</text>'
+
+
+def scale(low: float, high: float, start: float, end: float) -> Callable[[float], float]:
+    """A function from values to pixels. Values outside are at the margin."""
+    width = (high - low) or 1.0
+    return lambda value: start + (end - start) * min(1.0, max(0.0, (value - low) / width))
+
+
+def usual_range(values: Sequence[float]) -> tuple[float, float]:
+    """Range of the values without those far from the middle half."""
+    low, high = np.quantile(values, [0.25, 0.75])
+    room = FARTHEST * (high - low) or max(1e-9, 0.1 * abs(high))
+    inside = [value for value in values if low - room <= value <= high + room]
+    margin = 0.06 * (max(inside) - min(inside)) or room
+    return min(inside) - margin, max(inside) + margin
+
+
+def effects(findings: Sequence[Mapping[str, Any]], sesoi: float) -> str:
+    """Estimates with intervals over the band of differences that do not matter; empty without any."""
+    rows = [found for found in findings if found["estimate"] is not None]
+    if not rows:
+        return ""
+    reach = 1.1 * max(1.2 * sesoi, *(abs(row[end]) for row in rows for end in ("low", "high")))
+    at, height = scale(-reach, reach, LEFT, WIDTH - 170), ROW * len(rows) + 30
+    parts = [
+        f'<rect class="band" x="{at(-sesoi):.1f}" y="20" width="{at(sesoi) - at(-sesoi):.1f}" height="{height - 20}"/>',
+        f'<path class="line" d="M{at(0):.1f} 20V{height}"/>',
+        label(at(0), 13, f"± {sesoi:g} does not matter", 'class="soft"', "middle"),
+    ]
+    for number, row in enumerate(rows):
+        y, (low, middle, high) = 20 + ROW * (number + 0.5), (at(row[n]) for n in ("low", "estimate", "high"))
+        interval = f"{row['estimate']:+.3g} ({row['low']:+.3g} to {row['high']:+.3g})"
+        parts += [
+            label(0, y + 4, beginning(row["claim"], 34)),
+            f'<path d="M{low:.1f} {y}H{high:.1f}" stroke="{COLOURS[0]}" stroke-width="3"/>',
+            f'<circle cx="{middle:.1f}" cy="{y}" r="5" fill="{COLOURS[0]}"/>',
+            label(WIDTH - 160, y - 3, row["verdict"].replace("_", " "), 'font-weight="bold"'),
+            label(WIDTH - 160, y + 13, interval, 'font-size="11"'),
+        ]
+    return svg(height, parts)
+
+
+def curves(named: Sequence[tuple[str, Sequence[Sequence[float]]]], steps: Sequence[int] = ()) -> str:
+    """A thick line for the mean of the curves of a name, and a thin one for each. Empty without a curve.
+
+    `steps` are those of the longest curve; without them values are numbered.
+    """
+    every = [curve for _, found in named for curve in found]
+    longest = max(map(len, every), default=0)
+    if longest < 2:
+        return ""
+    steps = steps if len(steps) == longest else range(1, longest + 1)
+    low, high = usual_range([value for curve in every for value in curve])
+    x, y = scale(steps[0], steps[-1], 60, WIDTH - 190), scale(high, low, 10, 270)
+    parts = [f'<path class="line" d="M60 {y(value):.1f}H{WIDTH - 190}"/>' for value in (low, high)]
+    parts += [label(54, y(value) + 4, f"{value:.3g}", 'class="soft"', "end") for value in (low, high)]
+    parts += [label(x(step), 290, str(step), 'class="soft"', "middle") for step in (steps[0], steps[-1])]
+    for number, (name, found) in enumerate(named):
+        colour = COLOURS[number % len(COLOURS)]
+        means = [float(np.mean([c[i] for c in found if len(c) > i])) for i in range(max(map(len, found), default=0))]
+        for curve, width in (*((one, 0.7) for one in found), (means, 3)):
+            points = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in zip(steps, curve, strict=False))
+            parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="{width}"/>')
+        parts.append(label(WIDTH - 180, 20 + 20 * number, beginning(name, 24), f'style="fill:{colour}"'))
+    return svg(300, parts)
+
+
+# ---- documents -------------------------------------------------------------------------------------------------------
+
+TEMPLATES = Path(__file__).parent / "templates"
+MARKUP = re.compile(r"([\\`*<>|\[\]#&]|(?<!\w)_|_(?!\w))")
+FIGURE = re.compile(r'<img src="figures/(\w+)\.svg" alt="([^"]*)" />')
+NOTHING = "–"
+MOST_PROBLEMS = 20
+LONGEST = 80
+"""Maximum characters of a line in a message."""
+
+
+class Code(str):
+    """Text for a code span or a code block. It is printed as it is."""
+
+
+def number(value: float | None, form: str = ".3g") -> str:
+    if value is None:
+        return NOTHING
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:{form}}"
+
+
+FILTERS: Mapping[str, Callable[..., Any]] = {
+    "code": lambda value: Code(" ".join(str(value).replace("`", "'").split())),
+    "block": lambda value: Code(str(value)[:4000].replace("```", "'''")),
+    "number": number,
+    "signed": lambda value: number(value, "+.3g"),
+    "p": lambda value: NOTHING if value is None else "< 0.0001" if value < 1e-4 else f"{value:.2g}",
+    "share": lambda value: f"{100 * value:.3g} %",
+    "shares": lambda values: ", ".join(f"{100 * value:.3g} %" for value in values),
+    "words": lambda value: str(value).replace("_", " "),
+}
+
+
+@cache
+def templates() -> Environment:
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES),
+        finalize=printed,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        autoescape=False,
+    )
+    environment.filters |= FILTERS
+    return environment
+
+
+def printed(value: object) -> str:
+    """The text of a value in one line that forms no markup."""
+    return value if isinstance(value, Code) else MARKUP.sub(r"\\\1", " ".join(str(value).split()) or NOTHING)
+
+
+def markdown(template: str, facts: Facts) -> str:
+    text = templates().get_template(template).render(facts)
+    return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
+
+
+def html(text: str, drawings: Mapping[str, str]) -> str:
+    """The page of a report. `drawings` are SVG by name."""
+    parser = MarkdownIt("commonmark", {"html": True}).enable("table")
+    body = parser.render(text).replace("<table>", '<div class="wide"><table>').replace("</table>", "</table></div>")
+    body = FIGURE.sub(
+        lambda image: f'<span class="figure" role="img" aria-label="{image[2]}">{drawings[image[1]]}</span>', body
+    )
+    style = (TEMPLATES / "style.css").read_text(encoding="utf-8")
+    title = escape(text.splitlines()[0].removeprefix("# ").replace("\\", ""))
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta name="color-scheme" content="light dark">\n'
+        f"<title>{title}</title>\n<style>\n{style}</style>\n</head>\n<body>\n<main>\n{body}</main>\n</body>\n</html>\n"
+    )
+
+
+def files_of(template: str, facts: Facts, drawings: Mapping[str, str]) -> dict[str, str]:
+    """Files of a report by name."""
+    text = markdown(template, {**facts, "figures": drawings})
+    return {
+        "report.html": html(text, drawings),
+        "report.md": text,
+        "facts.json": json.dumps(facts, indent=1, ensure_ascii=False, allow_nan=False) + "\n",
+        **{f"figures/{name}.svg": drawing for name, drawing in drawings.items() if drawing},
+    }
+
+
+def write_files(files: Mapping[str, str], out: Path) -> Path:
+    """Writes the files of a report into a folder. Returns the path of the HTML."""
+    for name, text in files.items():
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        write_whole(out / name, text)
+    return out / "report.html"
+
+
+# ---- studies --------------------------------------------------------------------------------------------------------
+
+
+def render(log: StudyLog) -> dict[str, str]:
+    """Files of a study's report by name. Raises `ConfigError` if the log holds no study."""
+    facts = gather(StudyView(log))
+    trials = {one["name"]: one["curve"] for one in facts["trials"]}
+    along = [(arm["name"], [trials[name] for name in arm["runs"] if trials[name]]) for arm in facts["arms"]]
+    drawings = {
+        "effects": effects(facts["findings"], facts["study"]["sesoi"]),
+        "curves": curves(along, facts["evaluation_steps"]),
+    }
+    return files_of("study.md.jinja", facts, drawings)
+
+
+def plan_page(study: Study) -> str:
+    """The page of a study before its data."""
+    log = StudyLog()
+    log.open_study(study)
+    return markdown("study.md.jinja", {**gather(StudyView(log)), "cost": estimate_cost(study), "figures": {}})
+
+
+def build(log: StudyLog, out: Path) -> Path:
+    """Writes the files of the report into the folder `out`. Returns the path of the HTML."""
+    return write_files(render(log), out)
+
+
+def check(path: Path, log: StudyLog) -> list[str]:
+    """Returns the lines in which a file of a report differs from its journal, a sentence each."""
+    kinds = {".html": "report.html", ".md": "report.md", ".json": "facts.json"}
+    if path.suffix not in kinds:
+        raise ConfigError(f"{path}: a report is a .html, .md or .json file; name one of these")
+    try:
+        found = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; name a report that is there") from None
+    lines: Sequence[tuple[str, str]] = [
+        *zip_longest(render(log)[kinds[path.suffix]].splitlines(), found.splitlines(), fillvalue="")
+    ]
+    return [
+        f"line {number}: {there[:LONGEST]!r} stands where the journal gives {line[:LONGEST]!r}"
+        for number, (line, there) in enumerate(lines, start=1)
+        if line != there
+    ][:MOST_PROBLEMS]
