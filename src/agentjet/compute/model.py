@@ -436,6 +436,8 @@ def _sampling_obstacle(policy: Policy, calls: list[_AttentionCall], num_recurren
     """Returns the reason why the sampler's cache, blocks of equal keys and values, does not hold a model's state."""
     if num_recurrent:
         return f"{num_recurrent} layers carry a state"
+    if len({call.sizes for call in calls}) > 1:
+        return "keys and values of several sizes"
     size = policy.shape.kv_heads, policy.shape.head_dim
     last = policy.info.context_length - 1
     for call in calls:
@@ -447,7 +449,7 @@ def _sampling_obstacle(policy: Policy, calls: list[_AttentionCall], num_recurren
 
 
 class _AttentionCall(NamedTuple):
-    """What one layer asked of a plan."""
+    """The request of one layer to a plan."""
 
     kind: AttentionKind
     has_sinks: bool

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from agentjet.timeline.forest import Forest
 
 States = dict[tuple[int, str], Tensor]
-"""What a path carries below its last computed node, by layer and kind: the last inputs [W - 1, C], or a state."""
+"""The last inputs [W - 1, C] of a path or its state, by layer and kind."""
 
 Step = Callable[[list[Tensor], Tensor | None], tuple[Tensor, Tensor]]
 """Maps inputs [R, L, ...] and initial states [R, ...] to outputs [R, L, ...] and final states [R, ...]."""
@@ -40,7 +40,7 @@ class Recurrence:
     """The recurrent layers of one forward pass over a forest. Every layer reuses its tables."""
 
     def __init__(self, forest: Forest, past: States | None = None) -> None:
-        """`past` is carried by the path above the forest's roots; gradients flow to it."""
+        """`past` are the states of the path above the forest's roots; gradients flow to them."""
         self._parent = forest.parent.astype(np.int64)
         self._past = past or {}
         self._computed: States | None = {}
@@ -58,7 +58,7 @@ class Recurrence:
         self._windows: dict[int, NDArray[np.int64]] = {}
 
     def take_computed(self) -> States:
-        """Returns what the forest's last node but one carries, and records no more: a layer may be computed again."""
+        """Returns the states below the last node but one, and records no more: a layer may be computed again."""
         computed, self._computed = self._computed or {}, None
         return computed
 
@@ -69,8 +69,9 @@ class Recurrence:
             past = inputs.new_zeros(weight.shape[1] - 1, inputs.shape[1])
         window = torch.from_numpy(self._window(weight.shape[1])).to(inputs.device)
         rows = torch.cat([past, inputs])
+        carried = rows[window[-1, :-1]]  # Always: a layer that is computed again must save as many tensors.
         if self._computed is not None and self._is_path:
-            self._computed[layer, "convolution"] = rows[window[-1, :-1]]
+            self._computed[layer, "convolution"] = carried
         out = (rows[window].to(weight.dtype) * weight.T).sum(1)
         return out if bias is None else out + bias
 
@@ -174,7 +175,6 @@ def _enter(number: int, *_: Any) -> None:
     _current.layer = number
 
 
-@functools.cache
 def _functions(kind: type[nn.Module]) -> frozenset[str]:
     """Returns the names of the functions of `FUNCTIONS` that the methods of a class call."""
     if kind.__module__.partition(".")[0] == "torch":
@@ -316,4 +316,4 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "mamba2_chunk_scan": _chunk_scan,
     "mamba_selective_scan": _selective_scan,
 }
-"""What replaces a function of `transformers`' recurrent layers during a pass, by its name there."""
+"""Replacements of functions of `transformers` during a pass, by their names there."""
