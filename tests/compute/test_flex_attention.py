@@ -15,20 +15,21 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
-from agentjet.compute import attention
+from agentjet.compute import cached_attention
 from agentjet.compute.attention import (
+    PLAIN,
     TILE,
-    DecodeGraphs,
+    AttentionKind,
     FlexPlan,
     ForestPlan,
-    PagedPlan,
     compiled_flex,
     flat_forward,
+    forest_mask,
     forest_plan,
-    interval_mask,
     tile_mask,
 )
 from agentjet.compute.cache import CacheRow, KeyValueCache
+from agentjet.compute.cached_attention import DecodeGraphs, PagedPlan
 from agentjet.compute.policy import Policy
 from agentjet.compute.sampler import ModelSampler
 from agentjet.timeline.forest import Forest, build_forest, call_row
@@ -57,35 +58,81 @@ def tensors(forest: Forest, device: torch.device) -> tuple[Tensor, Tensor, Tenso
     return query, key, value
 
 
+KINDS = [PLAIN, AttentionKind(window=70), AttentionKind(chunk=90), AttentionKind(window=150, cap=2.0)]
+SINKS = torch.linspace(-2.0, 2.0, 4)
+
+
+def plainly(forest: Forest, qkv: tuple[Tensor, Tensor, Tensor], kind: AttentionKind, sinks: Tensor | None) -> Tensor:
+    """Returns the definition: a softmax over each node's path, with a mask of all pairs."""
+    query, key, value = (x.transpose(0, 1) for x in qkv)
+    nodes, depth = np.arange(forest.num_nodes), forest.depth
+    seen = (nodes <= nodes[:, None]) & (nodes[:, None] < forest.end)
+    seen &= depth >= np.array([kind.lowest(int(d)) for d in depth])[:, None]
+    scores = query @ key.repeat_interleave(2, 0).mT * 0.3
+    scores = scores if not kind.cap else kind.cap * torch.tanh(scores / kind.cap)
+    scores = scores.masked_fill(~torch.from_numpy(seen), -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand(-1, len(nodes), 1)], -1)
+    return (scores.softmax(-1)[..., : len(nodes)] @ value.repeat_interleave(2, 0)).transpose(0, 1)
+
+
+@pytest.mark.parametrize("sinks", [None, SINKS], ids=["", "sinks"])
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_a_forest_plan_computes_the_definition_and_its_gradients(kind: AttentionKind, sinks: Tensor | None) -> None:
+    """Values are narrower than keys, as in MLA."""
+    forest = a_forest(0)
+    query, key, value = tensors(forest, CPU)
+    given = query.double(), key.double(), value[..., :10].double()
+    last = None if sinks is None else sinks.double()
+    results = []
+    for is_ours in (True, False):
+        q, k, v = (x.clone().requires_grad_() for x in given)
+        sink = None if last is None else last.clone().requires_grad_()
+        if is_ours:
+            out = ForestPlan(forest).attend(0, q, k, v, 0.3, kind, sink)
+        else:
+            out = plainly(forest, (q, k, v), kind, sink)
+        (out * torch.arange(out.numel()).view_as(out).cos()).sum().backward()
+        results.append([out, *(x.grad for x in (q, k, v, sink) if x is not None)])
+    for ours, theirs in zip(*results, strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-12)
+
+
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
+@pytest.mark.parametrize("sinks", [None, SINKS], ids=["", "sinks"])
+@pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("seed", range(3))
-def test_it_attends_as_the_forest_plan_does(seed: int) -> None:
+def test_it_attends_as_the_forest_plan_does(seed: int, kind: AttentionKind, sinks: Tensor | None) -> None:
     forest = a_forest(seed)
     assert forest.num_nodes % TILE and forest.num_nodes > 3 * TILE
     query, key, value = tensors(forest, CPU)
-    ours = FlexPlan(forest, CPU).attend(0, query, key, value, 0.3)
-    theirs = ForestPlan(forest).attend(0, query, key, value, 0.3)
+    ours = FlexPlan(forest, CPU).attend(0, query, key, value, 0.3, kind, sinks)
+    theirs = ForestPlan(forest).attend(0, query, key, value, 0.3, kind, sinks)
     assert ours.shape == theirs.shape
     assert torch.allclose(ours, theirs, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", KINDS[:3], ids=str)
 @pytest.mark.parametrize("seed", range(3))
-def test_the_tile_table_is_that_of_the_mask(seed: int) -> None:
+def test_the_tile_table_is_that_of_the_mask(seed: int, kind: AttentionKind) -> None:
     forest = a_forest(seed)
     length = forest.num_nodes // TILE * TILE
     end = np.minimum(forest.end[:length], length).astype(np.int32)
-    table = tile_mask(end, CPU)
-    mask = interval_mask(torch.from_numpy(end))
+    depth = forest.depth[:length]
+    table = tile_mask(end, CPU, depth, kind)
+    mask = forest_mask(torch.from_numpy(end), torch.from_numpy(depth), kind)
     reference = create_block_mask(mask, None, None, length, length, device="cpu", BLOCK_SIZE=TILE)
-    assert torch.equal(table.to_dense(), reference.to_dense())
+    assert kind != PLAIN or torch.equal(table.to_dense(), reference.to_dense())
+    assert (table.to_dense() >= reference.to_dense()).all() and not table.to_dense().all()
     nodes = torch.arange(length)
     none = torch.zeros((), dtype=torch.long)
     visible = mask(none, none, nodes[:, None], nodes[None, :]).view(length // TILE, TILE, length // TILE, TILE)
     whole = visible.all(3).all(1)
     assert table.full_kv_num_blocks is not None and table.full_kv_indices is not None
     for i, (count, order) in enumerate(zip(table.full_kv_num_blocks[0, 0], table.full_kv_indices[0, 0], strict=True)):
-        assert sorted(order[:count].tolist()) == whole[i].nonzero()[:, 0].tolist()
-    assert whole.any() and not whole.all()
+        ours, theirs = set(order[:count].tolist()), set(whole[i].nonzero()[:, 0].tolist())
+        assert ours <= theirs if kind != PLAIN else ours == theirs
+    assert kind != PLAIN or (whole.any() and not whole.all())
 
 
 def test_a_cpu_keeps_the_forest_plan() -> None:
@@ -162,7 +209,7 @@ def test_it_samples_what_the_plan_of_a_cpu_samples(
     graphs = WithoutGraphs(sampler._cache)
     sampler._graphs = graphs
     if compiled:
-        monkeypatch.setattr(attention, "_paged_attention", torch.compile(attention._paged_attention))
+        monkeypatch.setattr(cached_attention, "_paged_attention", torch.compile(cached_attention._paged_attention))
     found = run(sampler, requests())
     assert graphs.steps >= 5
     check_same(found, wanted, 1e-5)

@@ -38,22 +38,21 @@ from tests.compute.conftest import make_policy, model_config, with_random_adapte
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 
 
-REASONS = {
-    "mistral": "layers of kind sliding_attention of 8 in a context of 512",
-    "gemma3_window": "layers of kind sliding_attention of 8 in a context of 512",
-    "gemma2": "attention with softcap",
-    "gpt_oss": "attention with s_aux",
-    "mamba": "layers of kind linear_attention",
-    "lfm2": "layers of kind conv",
-    "qwen3_next": "layers of kind linear_attention",
-    "falcon_h1": "layers of kind hybrid",
-    "bamba": "layers of kind linear_attention",
-    "llama4": "layers of kind chunked_attention of 8192 in a context of 512",
-    "recurrent_gemma": "layers of kind linear_attention, sliding_attention of 8 in a context of 512",
-    "qwen3_5": "layers of kind linear_attention",
-    "llama4_vl": "layers of kind chunked_attention of 8192 in a context of 512",
+NO_FOREST = {"recurrent_gemma": "layers of kind linear_attention"}
+"""Why a model learns one row per timeline."""
+NO_CACHE = {
+    "mistral": "AttentionKind(window=8, chunk=0, cap=0.0)",
+    "gemma3_window": "AttentionKind(window=8, chunk=0, cap=0.0)",
+    "gemma2": "AttentionKind(window=0, chunk=0, cap=5.0)",
+    "gpt_oss": "with sinks",
+    "mamba": "2 layers carry a state",
+    "lfm2": "1 layers carry a state",
+    "qwen3_next": "1 layers carry a state",
+    "falcon_h1": "2 layers carry a state",
+    "bamba": "1 layers carry a state",
+    "qwen3_5": "1 layers carry a state",
 }
-"""Why a model does not share prefixes. Soft caps and sinks show in a trial only."""
+"""Why a model that learns on forests is sampled row by row."""
 
 
 @pytest.mark.parametrize("kind", [*BRANCHING, *MORE, *WRAPPERS, *ROWS])
@@ -62,15 +61,15 @@ def test_the_table_says_what_a_model_gets(kind: str, tmp_path: Path, caplog: pyt
     with caplog.at_level(logging.WARNING, "agentjet"):
         policy = make_policy(folder, rank=2)
     name = type(policy.model.get_base_model()).__name__  # type: ignore[operator]
-    sharing = "yes" if policy.info.shares_prefixes else "no"
+    learning, sampling = ("yes" if shares else "no" for shares in (policy.learns_forests, policy.info.shares_prefixes))
     adapters = "all but `out_proj`" if kind in ("mamba", "falcon_h1") else "all"
     if "routed experts get no adapter" in caplog.text:
         adapters = "all but experts"
-    lines = [r.getMessage() for r in caplog.records if "prefixes are not shared" in r.getMessage()]
-    assert [REASONS[kind] in line and line.endswith("): one row per timeline") for line in lines] == [True] * (
-        kind in REASONS
-    )
-    assert f"| {kind} | `{name}` | {sharing} | {adapters} |" in PAGE.read_text(encoding="utf-8")
+    lines = [r.getMessage() for r in caplog.records if "prefixes are" in r.getMessage()]
+    assert len(lines) == (kind in NO_FOREST) + (kind in NO_CACHE)
+    assert all(NO_FOREST[kind] in line for line in lines if line.endswith("): one row per timeline"))
+    assert all(NO_CACHE[kind] in line for line in lines if "in learning, not in sampling" in line)
+    assert f"| {kind} | `{name}` | {learning} | {sampling} | {adapters} |" in PAGE.read_text(encoding="utf-8")
     assert all("lora_" in name and "vision" not in name for name in policy.trainable())
     assert policy.info.end_tokens == (tiny.SPECIAL.index("<|im_end|>"),)
 

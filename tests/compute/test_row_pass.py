@@ -1,8 +1,8 @@
-"""Models that do not share prefixes. Pinned here:
+"""Models with windows, chunks, caps, sinks and states, and models that do not share prefixes. Pinned here:
 
 1. a trial detects what a config does not show (reasons by architecture: `test_models`);
-2. learning one row per timeline gives the gradient of one row per call: each target in exactly one row, within the
-   budget of a micro-batch;
+2. learning gives the gradient of one row per call, cut into micro-batches or not: on a forest with each node computed
+   once, or with each target in exactly one row within the budget of a micro-batch;
 3. a cache that is not exact is not used (their sampler: `test_sampler`);
 4. logits equal the model's own, with soft caps and scales.
 """
@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import Cache
 
 from agentjet.compute.learner import PolicyLearner
-from agentjet.compute.model import prefix_sharing_obstacle
+from agentjet.compute.model import prefix_sharing_obstacles
 from agentjet.compute.passes import RowPass
 from agentjet.compute.policy import Policy, find_logit_transform
 from agentjet.compute.protocol import LossSpec
@@ -31,7 +31,7 @@ from agentjet.compute.sampler import ModelSampler
 from agentjet.config import JobConfig, OptimizerConfig, SamplerConfig
 from agentjet.errors import ConfigError
 from agentjet.timeline.batch import TrainingBatch
-from agentjet.timeline.forest import ancestors, build_forest, call_row
+from agentjet.timeline.forest import ancestors, build_forest, call_row, chunk_forest
 from agentjet.types import Op, PolicyId, SamplingParams
 from tests.compute.architectures import ROWS
 from tests.compute.baseline import (
@@ -65,7 +65,7 @@ def test_a_layer_that_attends_twice_shares_no_prefixes(folder_of: Callable[[str]
 
         layer.self_attn.forward = twice
     with policy.attention("eager"):
-        assert "attend once each" in (prefix_sharing_obstacle(policy) or "")
+        assert "attend once each" in (prefix_sharing_obstacles(policy)[0] or "")
 
 
 def test_a_window_as_wide_as_the_context_branches(folder_of: Callable[[str], Path], tmp_path: Path) -> None:
@@ -90,7 +90,10 @@ def test_logits_end_as_the_models_own(folder_of: Callable[[str], Path], kind: st
 def test_logits_that_are_no_product_are_refused(folder_of: Callable[[str], Path]) -> None:
     policy = make_policy(folder_of("mistral"))
     policy._head = torch.nn.Linear(32, policy.vocabulary)
-    with pytest.raises(ConfigError, match=r"model\.name = .*its logits are not the product"):
+    with (
+        policy.attention(policy.own_attention),
+        pytest.raises(ConfigError, match=r"model\.name = .*its logits are not the product"),
+    ):
         find_logit_transform(policy)
 
 
@@ -136,15 +139,37 @@ def test_rows_are_timelines_within_the_budget(folder_of: Callable[[str], Path]) 
         assert sorted(found) == sorted(timelines)
 
 
-def test_tokens_computed_are_those_of_the_padded_rows(folder_of: Callable[[str], Path]) -> None:
-    policy = make_policy(folder_of("mistral"))
+@pytest.mark.parametrize("kind", ROWS)
+def test_tokens_computed_are_those_of_the_forest_or_of_padded_rows(folder_of: Callable[[str], Path], kind: str) -> None:
+    policy = make_policy(folder_of(kind))
     forest = build_forest(episodes(policy))
     leaves = np.flatnonzero(forest.end == np.arange(forest.num_nodes) + 1)
     lengths = forest.depth[leaves] + 1
     together = learn_directly(PolicyLearner(policy), forest, JobConfig(), 0)["forest/tokens_computed"]
     apart = learn_directly(PolicyLearner(policy), forest, JobConfig(micro_batch_tokens=16), 1)["forest/tokens_computed"]
-    assert together == len(leaves) * lengths.max()
-    assert apart == lengths.sum() > forest.num_nodes
+    if policy.learns_forests:
+        assert together == forest.num_nodes
+        chunks = chunk_forest(forest, 16)
+        assert len(chunks) > 3 and apart == sum(chunk.num_nodes for chunk, _ in chunks)
+    else:
+        assert together == len(leaves) * lengths.max()
+        assert apart == lengths.sum() > forest.num_nodes
+
+
+def test_a_layer_with_another_window_than_its_config_has_is_not_a_forest(folder_of: Callable[[str], Path]) -> None:
+    """The trial is shorter than a window, so it cannot show one."""
+    policy = make_policy(folder_of("gemma3_window"))
+    cast(Any, policy.decoder).layers[0].self_attn.sliding_window = 7
+    with policy.attention(policy.own_attention):
+        learning, sampling = prefix_sharing_obstacles(policy)
+    assert (
+        learning
+        == sampling
+        == (
+            "layer 0 asks for AttentionKind(window=7, chunk=0, cap=0.0), "
+            "and its config has AttentionKind(window=8, chunk=0, cap=0.0)"
+        )
+    )
 
 
 @pytest.mark.parametrize(

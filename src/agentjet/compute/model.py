@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -30,7 +30,15 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
-from agentjet.compute.attention import ATTENTION, AttentionPlan, flat_forward, forest_plan
+from agentjet.compute.attention import (
+    ATTENTION,
+    PLAIN,
+    AttentionKind,
+    FlexPlan,
+    ForestPlan,
+    flat_forward,
+    forest_plan,
+)
 from agentjet.compute.policy import (
     Policy,
     cached_folder,
@@ -46,6 +54,7 @@ from agentjet.compute.policy import (
     tolerance,
     why_not_loaded,
 )
+from agentjet.compute.recurrence import in_present_pass, install
 from agentjet.config import LoraConfig, ModelConfig
 from agentjet.errors import AgentJetError, ConfigError
 from agentjet.rendering import template_for
@@ -80,13 +89,15 @@ class BaseModel:
             self.policy = Policy(model, make_model_info(config, folder, model), folder)
             """The model without adapters."""
             self.policy.logit_transform = find_logit_transform(self.policy)
-        reason = prefix_sharing_obstacle(self.policy)
-        self._own_attention: str = cast(Any, self.policy.decoder.config)._attn_implementation
-        if reason is None:
+        learning, sampling = prefix_sharing_obstacles(self.policy, install(self.policy.decoder))
+        if learning is None:
             cast(Any, self.policy.decoder.config)._attn_implementation = ATTENTION
-            self.policy.info = dataclasses.replace(self.policy.info, shares_prefixes=True)
-        else:
-            log.warning("%s: prefixes are not shared (%s): one row per timeline", config.name, reason)
+            self.policy.learns_forests = True
+            self.policy.info = dataclasses.replace(self.policy.info, shares_prefixes=sampling is None)
+        if learning is not None:
+            log.warning("%s: prefixes are not shared (%s): one row per timeline", config.name, learning)
+        elif sampling is not None:
+            log.warning("%s: prefixes are shared in learning, not in sampling (%s)", config.name, sampling)
 
     def policy_of(self, config: ModelConfig) -> Policy:
         """Returns the policy of these settings: a new adapter, or all weights of this model. Raises `ConfigError`."""
@@ -107,9 +118,10 @@ class BaseModel:
             torch.manual_seed(ADAPTER_SEED)
             policy = Policy(_with_adapters(modules, lora), self.policy.info, self._folder)
         policy.logit_transform = self.policy.logit_transform
+        policy.own_attention, policy.learns_forests = self.policy.own_attention, self.policy.learns_forests
         with (
             _refusing(f"model.lora.target_modules = {lora.target_modules!r}: an adapter there fails", OTHER_MODULES),
-            policy.attention(self._own_attention),
+            policy.attention(policy.own_attention),
         ):
             _try_adapter(policy, lora.target_modules)
         policy.mixable_layers = mixable_layers(policy)
@@ -198,7 +210,7 @@ def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
     def recomputing(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+        return checkpoint(in_present_pass(forward), *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
     return recomputing
 
@@ -339,38 +351,52 @@ def _end_tokens(model: PreTrainedModel, tokenizer: Any) -> tuple[int, ...]:
 
 
 FULL = "full_attention"
+RECURRENT = {"linear_attention", "conv", "hybrid", "dummy"}
+"""Kinds of layers that carry a state or none; a hybrid layer has attention, too."""
 WINDOW_SETTING = re.compile(r"window_(size|len)|index_topk")
 """Settings of layers with a limited view, in configs that do not list their layers."""
 PROBE_TRUNK, PROBE_BRANCH = 8, 5
 
 
-def prefix_sharing_obstacle(policy: Policy) -> str | None:
-    """Returns the reason why a model does not share prefixes; None if it does.
+def prefix_sharing_obstacles(policy: Policy, num_recurrent: int = 0) -> tuple[str | None, str | None]:
+    """Returns the reasons why a model does not share prefixes in learning, and in sampling; None if it does.
 
-    Boundary: any exception of the model's code under an attention plan becomes a reason.
+    `num_recurrent` is the number of its layers that `recurrence` computes. Boundary: any exception of the model's code
+    under an attention plan becomes a reason.
     """
     try:
-        return _by_config(policy.config, policy.info.context_length) or _by_trial(policy)
+        kinds = _kinds_by_config(policy.config, num_recurrent)
+        learning, sampling = (kinds, kinds) if isinstance(kinds, str) else _by_trial(policy, kinds, num_recurrent)
     except Exception as error:
-        return f"it does not run under an attention plan: {type(error).__name__}: {first_line(error)}"
+        learning = sampling = f"it does not run under an attention plan: {type(error).__name__}: {first_line(error)}"
+    return learning, sampling
 
 
-def _by_config(config: Any, context: int) -> str | None:
-    kinds: set[str] = set()
+def _kinds_by_config(config: Any, num_recurrent: int) -> list[AttentionKind] | str:
+    """Returns the kind of attention of each layer, or the reason why a plan does not compute one of them."""
+    kinds, unknown = [], set[str]()
     for kind, arguments in zip(*get_layer_types_and_kwargs(config), strict=True):
-        window = arguments.get("sliding_window")
-        if kind == FULL or (kind == "sliding_attention" and window and window >= context):
-            continue
-        kinds.add(f"{kind} of {window} in a context of {context}" if window else kind)
-    if kinds:
-        return f"layers of kind {', '.join(sorted(kinds))}"
+        window = arguments.get("sliding_window") or 0
+        if kind in ("sliding_attention", "hybrid_sliding"):
+            kinds.append(AttentionKind(window=window))
+        elif kind == "chunked_attention":
+            kinds.append(AttentionKind(chunk=window))
+        elif kind == FULL or (num_recurrent and kind in RECURRENT):
+            kinds.append(PLAIN)
+        else:
+            unknown.add(kind)
+    if unknown:
+        return f"layers of kind {', '.join(sorted(unknown))}"
     short = sorted(key for key, value in config.to_dict().items() if value and WINDOW_SETTING.search(key))
-    return f"its config has {', '.join(short)}" if short else None
+    return f"its config has {', '.join(short)}" if short else kinds
 
 
 @torch.inference_mode()
-def _by_trial(policy: Policy) -> str | None:
-    """Compare two rows with a common prefix: as one forest under a plan, and row by row by the model itself."""
+def _by_trial(policy: Policy, kinds: list[AttentionKind], num_recurrent: int) -> tuple[str | None, str | None]:
+    """Compare two rows with a common prefix: as one forest under a plan, and row by row by the model itself.
+
+    The rows are shorter than any window. So the windows that the layers ask for are compared with the config's.
+    """
 
     def on_device(values: np.ndarray) -> Tensor:
         return torch.from_numpy(values.astype(np.int64)).to(policy.device)
@@ -385,29 +411,73 @@ def _by_trial(policy: Policy) -> str | None:
     plan = _RecordingPlan(forest_plan(forest, policy.device))
     with policy.attention(ATTENTION):
         hidden = flat_forward(policy.decoder, on_device(forest.tokens), on_device(forest.depth), plan)
-    size = policy.shape.kv_heads, policy.shape.head_dim
-    if sorted(plan.calls) != [(layer, *size) for layer in range(policy.shape.layers)]:
-        return f"its {policy.shape.layers} layers do not attend once each, with keys of the size {size}: {plan.calls}"
+    layers = sorted(layer for layer, _ in plan.calls)
+    if layers != (sorted(set(layers)) if num_recurrent else list(range(len(kinds)))):
+        reason = f"its {len(kinds)} layers do not attend once each: {layers}"
+        return reason, reason
+    last = policy.info.context_length - 1
+    for layer, call in plan.calls:
+        asked, listed = (dataclasses.replace(kind.within(last), cap=0.0) for kind in (call.kind, kinds[layer]))
+        if asked != listed:
+            reason = f"layer {layer} asks for {asked}, and its config has {listed}"
+            return reason, reason
     ours = policy.head(hidden).float().log_softmax(-1)
     for row in rows:
         logits = cast(Any, policy.model)(input_ids=on_device(row)[None], use_cache=False).logits[0].float()
         branch = on_device(np.flatnonzero(np.isin(forest.tokens, row)))
         difference = float((ours[branch] - logits.log_softmax(-1)).abs().max())
         if not difference <= tolerance(policy.dtype, logits):
-            return f"its attention differs from plain attention by {difference:.3f} in log-probability"
+            reason = f"its attention differs from plain attention by {difference:.3f} in log-probability"
+            return reason, reason
+    return None, _sampling_obstacle(policy, [call for _, call in plan.calls], num_recurrent)
+
+
+def _sampling_obstacle(policy: Policy, calls: list[_AttentionCall], num_recurrent: int) -> str | None:
+    """Returns the reason why the sampler's cache, blocks of equal keys and values, does not hold a model's state."""
+    if num_recurrent:
+        return f"{num_recurrent} layers carry a state"
+    if len({call.sizes for call in calls}) > 1:
+        return "keys and values of several sizes"
+    size = policy.shape.kv_heads, policy.shape.head_dim
+    last = policy.info.context_length - 1
+    for call in calls:
+        if call.kind.within(last) != PLAIN or call.has_sinks:
+            return f"layers of the kind {call.kind}{' with sinks' * call.has_sinks}"
+        if call.sizes != (*size, size[1]):
+            return f"keys and values of the sizes {call.sizes}"
     return None
 
 
+class _AttentionCall(NamedTuple):
+    """The request of one layer to a plan."""
+
+    kind: AttentionKind
+    has_sinks: bool
+    sizes: tuple[int, int, int]
+    """Heads and width of the keys, width of the values."""
+
+
 class _RecordingPlan:
-    """Delegates to a plan and records the layer of each call, with the sizes [heads, width] of its keys."""
+    """Delegates to a plan and records the calls of its layers."""
 
-    def __init__(self, plan: AttentionPlan) -> None:
+    def __init__(self, plan: FlexPlan | ForestPlan) -> None:
         self._plan = plan
-        self.calls: list[tuple[int, ...]] = []
+        self.recurrence = plan.recurrence
+        self.calls: list[tuple[int, _AttentionCall]] = []
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        self.calls.append((layer, *key.shape[1:]))
-        return self._plan.attend(layer, query, key, value, scale)
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        kind: AttentionKind = PLAIN,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        sizes = key.shape[1], key.shape[2], value.shape[2]
+        self.calls.append((layer, _AttentionCall(kind, sinks is not None, sizes)))
+        return self._plan.attend(layer, query, key, value, scale, kind, sinks)
 
 
 LOOK_SECONDS = 1.0

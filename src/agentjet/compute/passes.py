@@ -31,6 +31,7 @@ from torch import Tensor
 from agentjet.compute.attention import ForestPlan, KeyValues, flat_forward, forest_plan
 from agentjet.compute.model import load_policy
 from agentjet.compute.policy import Policy
+from agentjet.compute.recurrence import States
 from agentjet.config import ModelConfig
 from agentjet.recipes.recipe import ValueHeads
 from agentjet.timeline.forest import Forest, ForestChunk, Row, build_forest, chunk_forest, decode_set, restrict, split
@@ -76,7 +77,7 @@ class Pass(Protocol):
 
 def pass_of(policy: Policy, *, keeps: bool = True) -> Pass:
     """Returns the pass for a policy. `keeps` is that of `PrefixPass`."""
-    return PrefixPass(policy, keeps=keeps) if policy.info.shares_prefixes else RowPass(policy)
+    return PrefixPass(policy, keeps=keeps) if policy.learns_forests else RowPass(policy)
 
 
 class RowPass(Pass):
@@ -153,12 +154,15 @@ class _ForwardPass:
     """The forward pass of a piece until its backward pass.
 
     Pieces below read `shared`, which are leaf tensors: their backward passes end there and add up the gradients of
-    `computed`, this piece's own keys and values. Both are empty if the piece is not kept.
+    `computed`, this piece's own keys and values. So do those of `shared_states` and `states`, which recurrent layers
+    carry. All are empty if the piece is not kept.
     """
 
     num_cached: int
     computed: KeyValues
     shared: KeyValues
+    states: States
+    shared_states: States
     hidden: Tensor
     hidden_gradient: Tensor | None = None
 
@@ -167,6 +171,7 @@ class _ForwardPass:
         found = [(self.hidden, self.hidden_gradient)]
         for layer, pair in self.computed.items():
             found += [(own, shared.grad) for own, shared in zip(pair, self.shared[layer], strict=True)]
+        found += [(own, self.shared_states[key].grad) for key, own in self.states.items()]
         roots = [(tensor, gradient) for tensor, gradient in found if gradient is not None and tensor.requires_grad]
         if roots:
             torch.autograd.backward([tensor for tensor, _ in roots], [gradient for _, gradient in roots])
@@ -201,13 +206,17 @@ class PrefixPass(Pass):
             level, num_cached, is_kept = forest.level, forest.num_cached, forest.is_kept
         self._close(level)
         device = self._policy.device
-        plan = forest_plan(forest, device, self._past(num_cached))
+        carried = self._kept[-1].shared_states if self._kept else {}
+        plan = forest_plan(forest, device, self._past(num_cached), carried)
         states = flat_forward(self._policy.decoder, _ids(forest.tokens, device), _ids(forest.depth, device), plan)
         hidden, rows = _predicting(states, forest.parent[forest.node])
         computed = plan.take_computed() if isinstance(plan, ForestPlan) else {}
         computed = computed if is_kept else {}
         shared = {layer: (_leaf(key), _leaf(value)) for layer, (key, value) in computed.items()}
-        self._last = _ForwardPass(num_cached, computed, shared, hidden)
+        own = plan.recurrence.take_computed()
+        own = own if is_kept else {}
+        shared_states = {key: _leaf(state) for key, state in own.items()}
+        self._last = _ForwardPass(num_cached, computed, shared, own, shared_states, hidden)
         if is_kept:
             self._kept.append(self._last)
         return hidden, rows
@@ -217,7 +226,7 @@ class PrefixPass(Pass):
         last, self._last = self._last, None
         assert last is not None and hidden is last.hidden, "backward must follow the forward pass of the same piece"
         last.hidden_gradient = gradient
-        if not last.shared:
+        if not (last.shared or last.shared_states):
             last.backward()
 
     def finish(self) -> None:

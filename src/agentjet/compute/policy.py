@@ -248,6 +248,10 @@ class Policy:
         self.end_tokens = frozenset(info.end_tokens)
         self.mixable_layers: dict[str, Any] = {}
         """The layers of the adapter by their path in the decoder; empty if it cannot share a forward pass."""
+        self.own_attention: str = cast(Any, self.decoder.config)._attn_implementation
+        """The attention of rows that the model computes itself."""
+        self.learns_forests = False
+        """True if its learner computes each node of a forest once."""
         self.offloads_optimizer = False
         """True if its learner keeps masters and moments in the CPU's memory (`model.offload_optimizer`)."""
 

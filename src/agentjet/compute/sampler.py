@@ -24,8 +24,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from agentjet.compute.attention import AttentionPlan, DecodeGraphs, StepPlan, flat_forward, step_plan
+from agentjet.compute.attention import AttentionPlan, flat_forward
 from agentjet.compute.cache import CacheRow, KeyValueCache
+from agentjet.compute.cached_attention import DecodeGraphs, StepPlan, step_plan
 from agentjet.compute.model import copied_modules
 from agentjet.compute.policy import PROBE_TOKENS, Policy, first_line, probe_tokens, tolerance
 from agentjet.compute.token_choice import Grammars, Guide, sample_tokens
@@ -333,10 +334,11 @@ def _logits(base: Policy, hidden: Tensor, rows: list[CacheRow]) -> Tensor:
 def _continued(policy: Policy, state_name: str | None, ids: Tensor, state: Any) -> tuple[Tensor, Any]:
     """Returns hidden states [1, T, hidden] of `ids`, which follow `state`, and the state after them, if any."""
     decoder = cast(Any, policy.decoder)
-    if state_name is None:
-        return decoder(input_ids=ids, use_cache=False).last_hidden_state, None
-    out = decoder(input_ids=ids, use_cache=True, **({} if state is None else {state_name: state}))
-    return out.last_hidden_state, out[state_name]
+    with policy.attention(policy.own_attention):
+        if state_name is None:
+            return decoder(input_ids=ids, use_cache=False).last_hidden_state, None
+        out = decoder(input_ids=ids, use_cache=True, **({} if state is None else {state_name: state}))
+        return out.last_hidden_state, out[state_name]
 
 
 @torch.inference_mode()
