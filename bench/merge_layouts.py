@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -226,7 +227,7 @@ class RowPlan:
         groups = np.split(np.arange(len(starts)), np.flatnonzero(np.diff(lengths)) + 1)
         self._groups = [(int(starts[g[0]]), len(g), int(lengths[g[0]])) for g in groups]
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, *_: Any) -> Tensor:
         times = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
         outs = []
