@@ -37,7 +37,7 @@ from agentjet.server.health import (
     health,
     remedies,
 )
-from agentjet.server.observability import Gap
+from agentjet.server.monitoring import Gap
 from agentjet.server.read import health_of
 from agentjet.swarm import EpisodeRecord
 from agentjet.swarm.episodes import Refill, Silence

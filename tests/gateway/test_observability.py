@@ -41,8 +41,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from agentjet.errors import Conflict, StackLine, thread_stack
 from agentjet.protocol import BeginRequest, StatusResponse
-from agentjet.server.monitoring import exposition
-from agentjet.server.observability import EVERY, Activity, LoopLag, function_of, work_text
+from agentjet.server.monitoring import EVERY, Activity, LoopLag, exposition, function_of, work_text
 from agentjet.swarm import journal
 from agentjet.types import SlowWork
 from tests.fakes import RUN, Clock, Running, running
@@ -202,7 +201,8 @@ async def test_a_run_shows_its_lag_everywhere(tmp_path: Path, monkeypatch: pytes
         status = gateway.status()
         assert status.loop is not None and status.loop.cpu >= 0.3 and status.loop.wall >= 0.3
         assert status.loop.held_by.startswith("agentjet.server.")
-        assert f'agentjet_loop_lag_seconds{{clock="cpu"}} {status.loop.cpu}' in exposition(gateway).decode()
+        metrics = exposition(status, gateway.phase.seconds_in_state(), gateway.folder).decode()
+        assert f'agentjet_loop_lag_seconds{{clock="cpu"}} {status.loop.cpu}' in metrics
         found = {rule.name: rule for rule in (await gateway.reader.health()).rules}["loop"]
         assert found.level == "warn" and status.loop.held_by in found.text
         await run.batch()

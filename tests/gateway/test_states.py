@@ -9,7 +9,7 @@ import pytest
 
 from agentjet.errors import Conflict, Later
 from agentjet.protocol import BeginRequest, status_of
-from agentjet.server.observability import StepTimer
+from agentjet.server.monitoring import StepTimer
 from tests.fakes import Clock, running
 
 

@@ -14,7 +14,7 @@ import httpx
 from agentjet.client.threads import LoopThread
 from agentjet.config import ServerConfig
 from agentjet.server.app import create_look_app
-from agentjet.server.observability import Gap
+from agentjet.server.monitoring import Gap
 from tests import recorded_data_dir
 from tests.cli.test_look import found_at, looking
 from tests.fakes import saying

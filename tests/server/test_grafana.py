@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from agentjet.server.monitoring import exposition
 from tests.server.serving import serving
 
 pytestmark = pytest.mark.anyio
@@ -26,7 +25,7 @@ def queries() -> list[str]:
 async def test_the_dashboard_shows_every_metric_and_no_other(tmp_path: Path) -> None:
     async with serving(tmp_path / "d") as served:
         await served.run.batch()
-        families = text_string_to_metric_families(exposition(served.run.gateway).decode())
+        families = text_string_to_metric_families((await served.http.get("/metrics")).text)
         samples = [sample for family in families for sample in family.samples]
     labels = {sample.name: OF_PROMETHEUS | set(sample.labels) for sample in samples}
     shown = {name for query in queries() for name in re.findall(r"agentjet_\w+", query)}

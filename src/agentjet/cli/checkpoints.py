@@ -197,7 +197,7 @@ def roll_back(data_dir: Path, version: str, run: str = DEFAULT_RUN) -> tuple[Rol
     """
     from agentjet.compute.checkpoint import seal
     from agentjet.server.checkpoints import CheckpointStore, combined_stamp, policy_folders
-    from agentjet.server.observability import MetricsFile
+    from agentjet.server.monitoring import MetricsFile
     from agentjet.swarm import Journal, SwarmState
     from agentjet.swarm.batches import check_rollback
     from agentjet.swarm.origin import policies_of

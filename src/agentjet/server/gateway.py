@@ -35,7 +35,7 @@ from agentjet.protocol import (
 from agentjet.recipes import hooks
 from agentjet.server.checkpoints import CheckpointStore
 from agentjet.server.health import ServerFacts
-from agentjet.server.observability import (
+from agentjet.server.monitoring import (
     Activity,
     LoopLag,
     MetricsFile,

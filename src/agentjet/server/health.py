@@ -21,7 +21,7 @@ from typing import NamedTuple
 from agentjet.config import JobConfig
 from agentjet.protocol import EvaluationView, HealthRuleView, HealthView, Level, duration, newest_held_out
 from agentjet.server.learning import REWARD, find_fall, held_out_fall, learning, of_present_code, reward_metrics, rise
-from agentjet.server.observability import BOUND, Gap, divergence, metrics_not_finite
+from agentjet.server.monitoring import BOUND, Gap, divergence, metrics_not_finite
 from agentjet.swarm.episodes import Refill, is_gone
 from agentjet.swarm.state import ABSENT_SECONDS
 from agentjet.types import SOLE_POLICY, EngineState

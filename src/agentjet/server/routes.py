@@ -403,4 +403,6 @@ METRICS: dict[int | str, dict[str, Any]] = {
 @operations.get("/metrics", dependencies=[Depends(BEARER), *VIEWER], response_class=Response, responses=METRICS)
 async def get_metrics(deps: Deps) -> Response:
     """Metrics of the run for Prometheus. Needs a token of the run; use the viewer token."""
-    return Response(exposition(deps.gateway), media_type=CONTENT_TYPE)
+    gateway = deps.gateway
+    metrics = exposition(gateway.status(), gateway.phase.seconds_in_state(), gateway.folder)
+    return Response(metrics, media_type=CONTENT_TYPE)

@@ -48,7 +48,7 @@ from agentjet.protocol import (
 from agentjet.recipes import hooks
 from agentjet.rendering import Renderer
 from agentjet.server.checkpoints import CheckpointStore, combined_stamp, flush, policy_folders, remove_old_exports
-from agentjet.server.observability import Activity, divergence, emit_event, work_text
+from agentjet.server.monitoring import Activity, divergence, emit_event, work_text
 from agentjet.swarm import Journal, SwarmState
 from agentjet.swarm.origin import of_policy, policies_of
 from agentjet.types import (

@@ -29,7 +29,7 @@ from agentjet.front.calls import Tracing
 from agentjet.protocol import JobBody, RunSettings, RunView, check_run_name
 from agentjet.server.checkpoints import flush, write_json
 from agentjet.server.gateway import Gateway
-from agentjet.server.observability import LoopLag
+from agentjet.server.monitoring import LoopLag
 from agentjet.swarm import Journal
 from agentjet.types import DEFAULT_RUN, JOURNAL, RUN_NAME, EngineState
 

@@ -41,7 +41,7 @@ from agentjet.errors import (
 from agentjet.front.calls import present_run
 from agentjet.protocol import CheckpointInfo
 from agentjet.server.checkpoints import combined_stamp
-from agentjet.server.observability import Telemetry, batch_context, divergence, emit_event, metrics_not_finite
+from agentjet.server.monitoring import Telemetry, batch_context, divergence, emit_event, metrics_not_finite
 from agentjet.server.run_policies import PolicyVersions, all_of
 from agentjet.swarm import Batch
 from agentjet.timeline.batch import TrainingBatch
