@@ -33,7 +33,7 @@ from agentjet.compute.recurrence import Recurrence, States, computing
 from agentjet.timeline.forest import Forest
 
 ATTENTION = "agentjet_plan"
-UNSUPPORTED_ARGUMENTS = ("sinks", "position_bias")
+UNSUPPORTED_ARGUMENTS = ("sinks", "position_bias")  # Sinks come as `s_aux`.
 """Arguments of attention variants that a plan does not compute."""
 
 
@@ -370,8 +370,10 @@ class ForestPlan:
             key, value = (torch.cat(pair) for pair in zip(self._past[layer], (key, value), strict=True))
         kind, width = kind.within(self._deepest), value.shape[-1]
         if kind not in self._parts:
-            tiles = () if kind == PLAIN else (kind,)
-            self._parts[kind] = (_tiles if tiles else _parts)(self._forest, self._num_past, *tiles)
+            plain = kind == PLAIN
+            self._parts[kind] = (
+                _parts(self._forest, self._num_past) if plain else _tiles(self._forest, self._num_past, kind)
+            )
         # The fused kernels take one width. Zeros change neither a score nor the other columns of a value.
         wide = max(width, query.shape[-1])
         query, key, value = (

@@ -159,6 +159,7 @@ class _ForwardPass:
     """
 
     num_cached: int
+    is_kept: bool
     computed: KeyValues
     shared: KeyValues
     states: States
@@ -206,6 +207,7 @@ class PrefixPass(Pass):
             level, num_cached, is_kept = forest.level, forest.num_cached, forest.is_kept
         self._close(level)
         device = self._policy.device
+        # A kept path ends in the node that the pieces below it repeat. Its states are those before this node.
         carried = self._kept[-1].shared_states if self._kept else {}
         plan = forest_plan(forest, device, self._past(num_cached), carried)
         states = flat_forward(self._policy.decoder, _ids(forest.tokens, device), _ids(forest.depth, device), plan)
@@ -216,7 +218,7 @@ class PrefixPass(Pass):
         own = plan.recurrence.take_computed()
         own = own if is_kept else {}
         shared_states = {key: _leaf(state) for key, state in own.items()}
-        self._last = _ForwardPass(num_cached, computed, shared, own, shared_states, hidden)
+        self._last = _ForwardPass(num_cached, is_kept, computed, shared, own, shared_states, hidden)
         if is_kept:
             self._kept.append(self._last)
         return hidden, rows
@@ -226,7 +228,7 @@ class PrefixPass(Pass):
         last, self._last = self._last, None
         assert last is not None and hidden is last.hidden, "backward must follow the forward pass of the same piece"
         last.hidden_gradient = gradient
-        if not (last.shared or last.shared_states):
+        if not last.is_kept:
             last.backward()
 
     def finish(self) -> None:

@@ -58,7 +58,7 @@ class Recurrence:
         self._windows: dict[int, NDArray[np.int64]] = {}
 
     def take_computed(self) -> States:
-        """Returns the states below the last node but one, and records no more: a layer may be computed again."""
+        """Returns the states before the last node of a path, and records no more: a layer may be computed again."""
         computed, self._computed = self._computed or {}, None
         return computed
 
