@@ -202,7 +202,10 @@ def settings(number: int) -> JobConfig:
 
 def policy_of(kind: str, folder: Path) -> Policy:
     make = make_architecture(folder, "mamba") if kind == "rows" else make_model(folder)
-    return make_policy(make, dtype="bfloat16" if kind == "bfloat16" else "float32", rank=4 if kind == "lora" else 0)
+    dtype, rank = "bfloat16" if kind == "bfloat16" else "float32", 4 if kind == "lora" else 0
+    policy = make_policy(make, dtype=dtype, rank=rank)
+    policy.learns_forests &= kind != "rows"  # Mamba learned rows when this was recorded.
+    return policy
 
 
 def digest(tensors: Iterable[Tensor]) -> str:
