@@ -57,6 +57,10 @@ NEEDS: dict[str, tuple[Callable[[], bool], str]] = {
         "a kernel of Jupyter: pip install ipykernel",
     ),
     "landlock": (has_landlock, "a Linux kernel with Landlock"),
+    "mistral-common": (
+        partial(has_packages, "mistral_common", "jsonschema"),
+        "its oracle: pip install mistral-common jsonschema",
+    ),
     "mlflow": (partial(has_packages, "mlflow", "sqlalchemy", "alembic"), "MLflow: pip install -e '.[mlflow]'"),
     "node": (partial(has_program, "node"), "Node: apt-get install nodejs"),
     "npm-openai": (
@@ -67,6 +71,7 @@ NEEDS: dict[str, tuple[Callable[[], bool], str]] = {
     "ray": (partial(has_packages, "ray"), "Ray: make ray"),
     "tensorboard": (partial(has_packages, "tensorboard"), "TensorBoard: pip install tensorboard"),
     "trackio": (partial(has_packages, "trackio"), "Trackio: pip install -e '.[trackio]'"),
+    "trl": (partial(has_packages, "trl"), "TRL: pip install trl"),
     "vllm": (has_vllm, "vLLM: agentjet cluster install, or set AGENTJET_SAMPLER_PYTHON"),
     "wandb": (partial(has_packages, "wandb"), "Weights & Biases: pip install -e '.[wandb]'"),
 }

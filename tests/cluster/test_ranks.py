@@ -61,7 +61,7 @@ GRADIENTS: dict[Case, tuple[int, ...]] = {
     ("full bfloat16", "gathered"): (4,),
     ("full bfloat16", "sharded"): (4,),
 }
-LARGEST_ERROR = {"full": 1e-6, "double": 1e-12, "lora": 1e-6, "full bfloat16": 3e-2, "rows": 1e-6}
+LARGEST_ERROR = {"full": 1e-6, "double": 1e-12, "lora": 1e-6, "full bfloat16": 3e-2}
 REPLAYS: list[Case] = [("full", "gathered"), (f"full bfloat16{OFFLOADED}", "sharded"), ("lora", "sharded")]
 MORE_REPLAYS: list[Case] = [
     ("full", "sharded"),
@@ -93,7 +93,7 @@ def check_gradients(kind: str, found: Any, models: dict[str, Path], batches: tup
     kind = kind.removesuffix(RECOMPUTED)
     for step, expected in expected_gradients.items():
         error = relative(torch.from_numpy(gradients[step]), torch.from_numpy(expected))
-        assert error <= LARGEST_ERROR[kind], (step, RECIPES[step[0]])
+        assert error <= LARGEST_ERROR.get(kind, 1e-5), (step, RECIPES[step[0]])
         ours, theirs = metrics[step], expected_metrics[step]
         computed, needed = ours.pop("forest/tokens_computed"), theirs.pop("forest/tokens_computed")
         assert computed >= needed or kind == "rows", "ranks may repeat nodes above a cut; rows have less padding"
@@ -111,7 +111,9 @@ def test_two_ranks_have_the_gradient_of_one(
 @pytest.mark.thorough
 @pytest.mark.parametrize("num_ranks", [1, 3, 4])
 def test_any_number_of_ranks_has_the_gradient_of_one(num_ranks: int, tmp_path: Path) -> None:
-    folders = {"full": make_model(tmp_path / "tiny"), "rows": make_architecture(tmp_path / "rows", "mamba")}
+    folders = {"full": make_model(tmp_path / "tiny")}
+    folders |= {kind: make_architecture(tmp_path / kind, kind) for kind in ("gpt_oss", "qwen3_next")}
+    folders["rows"] = make_architecture(tmp_path / "rows", "recurrent_gemma")
     cases: dict[Case, tuple[int, ...]] = {(kind, "gathered"): SOME for kind in folders}
     cases |= {("full", "sharded"): ALL, ("rows", "sharded"): SOME}
     found = spawn(num_ranks, rank_cases.gradients_of_ranks, folders, cases)[0]

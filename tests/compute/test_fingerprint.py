@@ -18,7 +18,7 @@ from torch import nn
 from agentjet.compute import checkpoint
 from agentjet.compute.learner import PolicyLearner, RankGroup
 from agentjet.compute.learner import fingerprint as fingerprint_of
-from agentjet.compute.policy import Policy
+from agentjet.compute.policy import Policy, summed
 from agentjet.config import JobConfig, OptimizerConfig
 from agentjet.timeline.forest import Forest, build_forest, call_row
 from tests.compute.conftest import make_policy, sampled_rows
@@ -59,6 +59,13 @@ def test_a_bit_that_changes_shows(dtype: torch.dtype, shape: tuple[int, ...]) ->
             assert fingerprint([other, weights]) != before, (place, bit)
             bits[place] ^= 1 << bit
     assert fingerprint([other, weights]) == before
+
+
+def test_the_sums_of_parts_add_up_with_an_empty_one() -> None:
+    """A rank holds no row of a matrix with fewer rows than ranks."""
+    weights = torch.randn(2, 6)
+    parts = [summed(weights[:1]), summed(weights[1:], 1), summed(weights[2:], 2)]
+    assert torch.equal(torch.stack(parts).sum(), summed(weights)) and int(parts[2]) == 0
 
 
 def test_opposite_changes_of_two_rows_or_two_tensors_do_not_cancel() -> None:

@@ -468,5 +468,5 @@ def summed(weights: Tensor, first_row: int = 0) -> Tensor:
         lanes = (rows if is_aligned else rows.clone()).view(torch.int64)
     else:
         lanes = rows.view(BITS[rows.element_size()]).long()
-    odd = torch.arange(2 * first_row + 1, 2 * (first_row + len(rows)), 2, device=rows.device)
+    odd = 2 * torch.arange(first_row, first_row + len(rows), device=rows.device) + 1  # A rank may hold no row.
     return (lanes.sum(1) * odd).sum()
