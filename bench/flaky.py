@@ -33,7 +33,7 @@ LEASE_SECONDS = 20.0
 SHARES = (0.1, 0.2, 0.3, 0.5)
 JUDGED = 0.3  # Share of failures whose slowdown has a floor
 AT_MOST = {"slowdown": 1.8, "stalled": 0, "mixed": 0, "mixed_code": 0}
-TESTS = {"mixed": "tests/client/test_identities.py", "mixed_code": "tests/client/test_live_reload.py"}
+TESTS = {"mixed": "tests/client/test_inputs.py", "mixed_code": "tests/client/test_live_reload.py"}
 JOB = {
     "job__batch_size": 4,
     "job__group_size": 4,

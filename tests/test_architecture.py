@@ -285,6 +285,12 @@ def test_the_line_to_the_worker_has_no_verb_that_nobody_uses() -> None:
     assert verbs - PRIMITIVES == set(re.findall(r"(?<!agentjet\.)compute\.(\w+)", asked))
 
 
+def test_the_tests_that_a_bench_runs_exist() -> None:
+    texts = [path.read_text(encoding="utf-8") for path in (ROOT / "bench").rglob("*.py")]
+    named = {name for text in texts for name in re.findall(r"\"(tests/[\w/]+\.py)", text)}
+    assert named and [name for name in sorted(named) if not (ROOT / name).exists()] == []
+
+
 def test_the_files_named_in_the_architecture_exist() -> None:
     named = set(re.findall(r"`([\w/]+\.py)`", (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")))
     places = (ROOT, SOURCE, SOURCE / "front", SOURCE / "server")
