@@ -16,14 +16,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from agentjet.compute.attention import flat_forward
+from agentjet.compute.attention import LayerCall, flat_forward
 from agentjet.compute.learner import PolicyLearner
 from agentjet.compute.model import load_policy
 from agentjet.compute.passes import Pass
@@ -227,7 +226,8 @@ class RowPlan:
         groups = np.split(np.arange(len(starts)), np.flatnonzero(np.diff(lengths)) + 1)
         self._groups = [(int(starts[g[0]]), len(g), int(lengths[g[0]])) for g in groups]
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, *_: Any) -> Tensor:
+    def attend(self, call: LayerCall) -> Tensor:
+        query, key, value, scale = call.query, call.key, call.value, call.scale
         times = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
         outs = []

@@ -196,4 +196,6 @@ def main(folder: str, instruction: str) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit("usage: cli.py FOLDER INSTRUCTION")
     main(*sys.argv[1:])

@@ -456,7 +456,8 @@ def _own_sink(label: str, place: str, name: str) -> Sink:
         raise ConfigError(f"--to {label}: there is no tracker and no module {missing!r}; {hint}") from None
     kind = getattr(module, name, None)
     if not callable(kind):
-        classes = [key for key, value in vars(module).items() if isinstance(value, type)]
+        own = {key: value for key, value in vars(module).items() if isinstance(value, type)}
+        classes = [key for key, value in own.items() if value.__module__ == place]
         way_out = did_you_mean(name, classes, f"it has {', '.join(classes) or 'none'}")
         raise ConfigError(f"--to {label}: the module {place!r} has no such class; {way_out}")
     try:

@@ -22,6 +22,7 @@ from agentjet.compute.attention import (
     AttentionKind,
     FlexPlan,
     ForestPlan,
+    LayerCall,
     compiled_flex,
     flat_forward,
     forest_mask,
@@ -89,7 +90,7 @@ def test_a_forest_plan_computes_the_definition_and_its_gradients(kind: Attention
         q, k, v = (x.clone().requires_grad_() for x in given)
         sink = None if last is None else last.clone().requires_grad_()
         if is_ours:
-            out = ForestPlan(forest).attend(0, q, k, v, 0.3, kind, sink)
+            out = ForestPlan(forest).attend(LayerCall(0, q, k, v, 0.3, kind, sink))
         else:
             out = plainly(forest, (q, k, v), kind, sink)
         (out * torch.arange(out.numel()).view_as(out).cos()).sum().backward()
@@ -106,8 +107,8 @@ def test_it_attends_as_the_forest_plan_does(seed: int, kind: AttentionKind, sink
     forest = a_forest(seed)
     assert forest.num_nodes % TILE and forest.num_nodes > 3 * TILE
     query, key, value = tensors(forest, CPU)
-    ours = FlexPlan(forest, CPU).attend(0, query, key, value, 0.3, kind, sinks)
-    theirs = ForestPlan(forest).attend(0, query, key, value, 0.3, kind, sinks)
+    ours = FlexPlan(forest, CPU).attend(LayerCall(0, query, key, value, 0.3, kind, sinks))
+    theirs = ForestPlan(forest).attend(LayerCall(0, query, key, value, 0.3, kind, sinks))
     assert ours.shape == theirs.shape
     assert torch.allclose(ours, theirs, atol=1e-5)
 
@@ -148,8 +149,8 @@ def test_compiled_it_attends_by_its_table(monkeypatch: pytest.MonkeyPatch) -> No
         plan = FlexPlan(forest, CPU)
         monkeypatch.setattr(plan, "_flex", compiled_flex())
         with torch.no_grad():
-            ours = plan.attend(0, query, key, value, 0.3)
-        assert torch.allclose(ours, ForestPlan(forest).attend(0, query, key, value, 0.3), atol=1e-5)
+            ours = plan.attend(LayerCall(0, query, key, value, 0.3))
+        assert torch.allclose(ours, ForestPlan(forest).attend(LayerCall(0, query, key, value, 0.3)), atol=1e-5)
 
 
 @pytest.mark.gpu
@@ -160,7 +161,7 @@ def test_on_cuda_output_and_gradients_are_those_of_the_forest_plan() -> None:
     found = []
     for plan, place in ((forest_plan(forest, device), device), (ForestPlan(forest), CPU)):
         inputs = [tensor.requires_grad_() for tensor in tensors(forest, place)]
-        out = plan.attend(0, *inputs, 0.3)
+        out = plan.attend(LayerCall(0, *inputs, 0.3))
         (out * torch.linspace(-1, 1, out.numel(), device=place).view_as(out)).sum().backward()
         found.append([tensor.cpu() for tensor in (out.detach(), *(tensor.grad for tensor in inputs))])
     for ours, theirs in zip(*found, strict=True):

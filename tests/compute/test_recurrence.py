@@ -19,6 +19,7 @@ from torch import Tensor
 from agentjet.compute.model import recompute_activations
 from agentjet.compute.passes import pass_of
 from agentjet.compute.policy import Policy
+from agentjet.compute.recurrence import install
 from agentjet.timeline.forest import Forest, Row, build_forest, call_row
 from tests.compute.baseline import Double
 from tests.compute.conftest import make_policy
@@ -119,3 +120,11 @@ def test_recomputed_layers_belong_to_their_pass(folder_of: Callable[[str], Path]
     recompute_activations(policy)
     again = gradients(policy, forest, 20)
     assert torch.equal(plain[0], again[0]) and all(map(torch.equal, plain[1], again[1]))
+
+
+def test_a_layer_that_inherits_its_functions_computes_forests(folder_of: Callable[[str], Path]) -> None:
+    """A class may stand in another module than the functions that its inherited methods call."""
+    policy = make_policy(folder_of("qwen3_next"))
+    layer = cast(Any, policy.decoder).layers[0].linear_attn
+    layer.__class__ = type("Inheriting", (type(layer),), {})
+    assert type(layer).__module__ == __name__ and install(policy.decoder) == 1

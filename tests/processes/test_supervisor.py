@@ -3,20 +3,25 @@
 1. only processes that have something to do hang, and only after the timeout without a message;
 2. a server that was stopped itself does not take that time for silence;
 3. CPU time (that of children included) and waiting for a disk give a sign of work, idleness gives none;
-4. a system that does not show a process for a while does not end its signs.
+4. a system that does not show a process for a while does not end its signs;
+5. the error of a process that did not start can be copied, as errors of processes are.
 The same on processes that were stopped: `tests/compute/test_worker.py`, `tests/cluster/test_rank_process.py`.
 """
 
 from __future__ import annotations
 
+import copy
 import errno
+import pickle
+from collections.abc import Callable
 
 import psutil
 import pytest
 
 from agentjet.processes import rpc
+from agentjet.processes.guardian import ProcessEnd
 from agentjet.processes.rpc import SIGN_OF_WORK, show_work
-from agentjet.processes.supervisor import Watchdog
+from agentjet.processes.supervisor import NotStarted, Watchdog
 
 TIMEOUT = 100.0
 
@@ -96,3 +101,9 @@ def test_cpu_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
 
         monkeypatch.setattr(psutil.Process, "status", fail)
         assert rpc.cpu_seconds() is None
+
+
+@pytest.mark.parametrize("copied", [copy.copy, lambda error: pickle.loads(pickle.dumps(error))], ids=["copy", "pickle"])
+def test_an_error_of_a_start_can_be_copied(copied: Callable[[NotStarted], NotStarted]) -> None:
+    error = NotStarted("rank 0", ProcessEnd("ended with exit code 3", 3, "no memory"))
+    assert str(copied(error)) == str(error) == "rank 0 ended with exit code 3" and copied(error).end == error.end

@@ -158,6 +158,7 @@ def test_a_class_of_the_user(module: str) -> None:
         ("nowhere:Class", "no tracker and no module 'nowhere'; put its folder on PYTHONPATH"),
         ("nowhere.deep:Class", "no tracker and no module 'nowhere'; put its folder on PYTHONPATH"),
         ("my_trackers:Missing", "the module 'my_trackers' has no such class; it has "),
+        ("agentjet.trackers:Nope", "no such class; it has TrackedStep, Run, Tracker, Sink, "),  # None that it imports
         ("my_trackers:Raises", r"Raises\(\) failed at .*my_trackers.py:12: AttributeError: 'Raises' object has no"),
         ("my_trackers:Ends", r"Ends\(\) failed at .*my_trackers.py:16: SystemExit: 3"),
         ("my_needs:Class", "importing 'my_needs' failed at .*my_needs.py:1: ModuleNotFoundError: .*'no_such_library'"),

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -30,7 +30,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from transformers import AttentionInterface
 
 from agentjet.compute.recurrence import Recurrence, States, computing
-from agentjet.timeline.forest import Forest
+from agentjet.timeline.forest import Forest, ancestors
 
 ATTENTION = "agentjet_plan"
 UNSUPPORTED_ARGUMENTS = ("sinks", "position_bias")  # Sinks come as `s_aux`.
@@ -57,27 +57,33 @@ class AttentionKind:
         """Returns the kind without limits that no token up to `depth` reaches."""
         return replace(self, window=self.window * (self.window <= depth), chunk=self.chunk * (self.chunk <= depth))
 
+    def __str__(self) -> str:
+        limits = {"a window of": self.window, "chunks of": self.chunk, "scores capped at": self.cap}
+        return " and ".join(f"{name} {value}" for name, value in limits.items() if value) or "the whole context"
+
 
 PLAIN = AttentionKind()
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCall:
+    """The request of one layer to a plan: `query` [N, H, D], `key` [N, K, D] and `value` [N, K, E] of its tokens."""
+
+    layer: int
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scale: float
+    kind: AttentionKind = PLAIN
+    sinks: Tensor | None = None
+    """Scores [H] of one more key of each head, whose value is 0."""
 
 
 class AttentionPlan(Protocol):
     """Computes the attention of one forward pass over a flat row of tokens."""
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        kind: AttentionKind = PLAIN,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """Returns [N, H, E] for `query` [N, H, D], `key` [N, K, D] and `value` [N, K, E] of the pass's own tokens.
-
-        `sinks` [H] are scores of one more key of each head, whose value is 0.
-        """
+    def attend(self, call: LayerCall) -> Tensor:
+        """Returns [N, H, E]."""
         ...
 
 
@@ -105,7 +111,7 @@ def _attention(
     layer: int = module.layer_idx  # type: ignore[assignment]
     kind = AttentionKind(sliding_window or 0, _chunk(module), softcap or 0.0)
     heads = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
-    return plan.attend(layer, *heads, scale, kind, s_aux).unsqueeze(0), None
+    return plan.attend(LayerCall(layer, *heads, scale, kind, s_aux)).unsqueeze(0), None
 
 
 def _chunk(module: nn.Module) -> int:
@@ -265,6 +271,27 @@ KeyValues = dict[int, tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
+class Carried:
+    """Tensors of a path that the nodes below it need: keys and values of its nodes, and the states of recurrent layers."""
+
+    keys: KeyValues = field(default_factory=dict)
+    states: States = field(default_factory=dict)
+
+    def tensors(self) -> list[Tensor]:
+        """Returns all tensors, in the order in which the layers were computed."""
+        return [*(x for pair in self.keys.values() for x in pair), *self.states.values()]
+
+    def leaves(self) -> Carried:
+        """Returns the same values as leaf tensors, which collect gradients."""
+        keys = {layer: (_leaf(key), _leaf(value)) for layer, (key, value) in self.keys.items()}
+        return Carried(keys, {key: _leaf(state) for key, state in self.states.items()})
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(torch.is_grad_enabled() and tensor.requires_grad)
+
+
+@dataclass(frozen=True, slots=True)
 class _Part:
     """Queries that attend to some keys: all to all, causally, or under a mask [Q, L] of 0 and -inf.
 
@@ -307,7 +334,7 @@ def _tiles(forest: Forest, num_past: int, kind: AttentionKind) -> list[_Part]:
         size = block.stop - block.start if block.branched else BLOCK_TOKENS
         for start in range(block.start, block.stop, size):
             stop = min(start + size, block.stop)
-            path = np.concatenate([np.arange(num_past), num_past + np.flatnonzero(forest.end[:start] > start)])
+            path = np.concatenate([np.arange(num_past), num_past + ancestors(forest, start)])
             path = path[kind.lowest(int(forest.depth[start])) :]
             keys = np.concatenate([path, np.arange(num_past + start, num_past + stop)])
             nodes = np.arange(start, stop)
@@ -341,34 +368,24 @@ class ForestPlan:
     The backward pass uses the same parts with the merged output and log-sum-exp. That is exact (as in ring attention).
     """
 
-    def __init__(self, forest: Forest, past: KeyValues | None = None, states: States | None = None) -> None:
-        """`past` are nodes that were computed before. Every node of the forest sees them; gradients flow to them.
-
-        `states` are what recurrent layers carry below those nodes.
-        """
-        self._past = past or {}
-        self.recurrence = Recurrence(forest, states)
+    def __init__(self, forest: Forest, past: Carried | None = None) -> None:
+        """`past` is the path above the forest's roots, which was computed before. Gradients flow to it."""
+        past = past or Carried()
+        self.recurrence = Recurrence(forest, past.states)
         self._forest = forest
         self._deepest = int(forest.depth.max(initial=0))
+        self._past = past.keys
         self._num_past = len(next(iter(self._past.values()))[0]) if self._past else 0
         self._parts: dict[AttentionKind, list[_Part]] = {}
         self._computed: KeyValues | None = {}
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        kind: AttentionKind = PLAIN,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, call: LayerCall) -> Tensor:
+        query, key, value = call.query, call.key, call.value
         if self._computed is not None:
-            self._computed[layer] = key, value
-        if layer in self._past:
-            key, value = (torch.cat(pair) for pair in zip(self._past[layer], (key, value), strict=True))
-        kind, width = kind.within(self._deepest), value.shape[-1]
+            self._computed[call.layer] = key, value
+        if call.layer in self._past:
+            key, value = (torch.cat(pair) for pair in zip(self._past[call.layer], (key, value), strict=True))
+        kind, width = call.kind.within(self._deepest), value.shape[-1]
         if kind not in self._parts:
             plain = kind == PLAIN
             self._parts[kind] = (
@@ -379,13 +396,14 @@ class ForestPlan:
         query, key, value = (
             x if x.shape[-1] == wide else F.pad(x, (0, wide - x.shape[-1])) for x in (query, key, value)
         )
-        out: Tensor = _ForestAttention.apply(query, key, value, sinks, scale, kind.cap, self._parts[kind])  # type: ignore[no-untyped-call]
-        return out[..., :width]
+        parts = self._parts[kind]
+        out = _ForestAttention.apply(query, key, value, call.sinks, call.scale, kind.cap, parts)  # type: ignore[no-untyped-call]
+        return cast(Tensor, out)[..., :width]
 
-    def take_computed(self) -> KeyValues:
-        """Returns keys and values of the forest's own nodes, and records no more: a layer may be computed again."""
+    def take_computed(self) -> Carried:
+        """Returns what the forest's own nodes carry, and records no more: a layer may be computed again."""
         computed, self._computed = self._computed or {}, None
-        return computed
+        return Carried(computed, self.recurrence.take_computed())
 
 
 class _ForestAttention(torch.autograd.Function):
@@ -500,34 +518,28 @@ class FlexPlan:
         self._tiles: dict[AttentionKind, BlockMask] = {}
         self._flex: Callable[..., Any] = compiled_flex() if device.type == "cuda" else cast(Any, flex_attention)
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        kind: AttentionKind = PLAIN,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        kind = kind.within(self._deepest)
+    def attend(self, call: LayerCall) -> Tensor:
+        kind = call.kind.within(self._deepest)
         limits = replace(kind, cap=0.0)
         if limits not in self._tiles:
             self._tiles[limits] = tile_mask(self._end, self._device, self._depth, limits)
-        inputs = (F.pad(x, (0, 0, 0, 0, 0, self._padding)) for x in (query, key, value))
-        grouped = query.shape[1] != key.shape[1]
-        bend = soft_cap(kind.cap) if kind.cap else None
+        inputs = (F.pad(x, (0, 0, 0, 0, 0, self._padding)) for x in (call.query, call.key, call.value))
         out = self._flex(
             *_heads_first(*inputs),
-            score_mod=bend,
+            score_mod=soft_cap(kind.cap) if kind.cap else None,
             block_mask=self._tiles[limits],
-            scale=scale,
-            enable_gqa=grouped,
-            return_aux=AuxRequest(lse=True) if sinks is not None else None,
+            scale=call.scale,
+            enable_gqa=call.query.shape[1] != call.key.shape[1],
+            return_aux=AuxRequest(lse=True) if call.sinks is not None else None,
         )
-        if sinks is not None:
-            out = out[0] * torch.sigmoid(out[1].lse - sinks[:, None])[..., None].to(query.dtype)
+        if call.sinks is not None:
+            out = out[0] * torch.sigmoid(out[1].lse - call.sinks[:, None])[..., None].to(call.query.dtype)
         return cast(Tensor, out[0].transpose(0, 1)[: self._num_nodes])
+
+    def take_computed(self) -> Carried:
+        """Returns nothing: on CUDA no piece is kept."""
+        self.recurrence.take_computed()
+        return Carried()
 
 
 @functools.cache
@@ -540,11 +552,9 @@ def soft_cap(cap: float) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], T
     return bend
 
 
-def forest_plan(
-    forest: Forest, device: torch.device, past: KeyValues | None = None, states: States | None = None
-) -> FlexPlan | ForestPlan:
+def forest_plan(forest: Forest, device: torch.device, past: Carried | None = None) -> FlexPlan | ForestPlan:
     """Returns the plan of a forest for a device. On CUDA nothing is computed before."""
-    return FlexPlan(forest, device) if device.type == "cuda" else ForestPlan(forest, past, states)
+    return FlexPlan(forest, device) if device.type == "cuda" else ForestPlan(forest, past)
 
 
 def forest_mask(end: Tensor, depth: Tensor, limits: AttentionKind) -> MaskMod:

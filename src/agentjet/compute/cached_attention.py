@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from agentjet.compute.attention import PLAIN, TILE, AttentionKind, attend_part, flat_forward
+from agentjet.compute.attention import TILE, LayerCall, attend_part, flat_forward
 from agentjet.compute.cache import BLOCK, CacheRow, KeyValueCache
 from agentjet.compute.policy import Policy, first_line
 
@@ -50,21 +50,12 @@ class StepPlan:
         self._parts += [_Span(row, n, cache) for row, n in spans if n > 1]
         self._sizes = [part.num_tokens for part in self._parts]
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        kind: AttentionKind = PLAIN,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        keys, values = self._cache.keys[layer], self._cache.values[layer]
-        keys[self._block, :, self._slot] = key
-        values[self._block, :, self._slot] = value
-        queries = torch.split(query, self._sizes)
-        return torch.cat([part.attend(q, keys, values, scale) for part, q in zip(self._parts, queries, strict=True)])
+    def attend(self, call: LayerCall) -> Tensor:
+        keys, values = self._cache.keys[call.layer], self._cache.values[call.layer]
+        keys[self._block, :, self._slot] = call.key
+        values[self._block, :, self._slot] = call.value
+        parts = zip(self._parts, torch.split(call.query, self._sizes), strict=True)
+        return torch.cat([part.attend(query, keys, values, call.scale) for part, query in parts])
 
 
 class _Span:
@@ -201,17 +192,9 @@ class PagedPlan:
                     table[tile, : len(seen)], count[tile] = seen, len(seen)
         self._vector.copy_(self._host, non_blocking=True)
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        kind: AttentionKind = PLAIN,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        keys, values = self._cache.keys[layer], self._cache.values[layer]
+    def attend(self, call: LayerCall) -> Tensor:
+        query, key, value, scale = call.query, call.key, call.value, call.scale
+        keys, values = self._cache.keys[call.layer], self._cache.values[call.layer]
         before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
         torch.use_deterministic_algorithms(False)  # It would sort the places, which are distinct.
         keys[self._block, :, self._slot] = key

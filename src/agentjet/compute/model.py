@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -36,6 +36,7 @@ from agentjet.compute.attention import (
     AttentionKind,
     FlexPlan,
     ForestPlan,
+    LayerCall,
     flat_forward,
     forest_plan,
 )
@@ -411,15 +412,15 @@ def _by_trial(policy: Policy, kinds: list[AttentionKind], num_recurrent: int) ->
     plan = _RecordingPlan(forest_plan(forest, policy.device))
     with policy.attention(ATTENTION):
         hidden = flat_forward(policy.decoder, on_device(forest.tokens), on_device(forest.depth), plan)
-    layers = sorted(layer for layer, _ in plan.calls)
+    layers = sorted(call.layer for call in plan.calls)
     if layers != (sorted(set(layers)) if num_recurrent else list(range(len(kinds)))):
         reason = f"its {len(kinds)} layers do not attend once each: {layers}"
         return reason, reason
     last = policy.info.context_length - 1
-    for layer, call in plan.calls:
-        asked, listed = (dataclasses.replace(kind.within(last), cap=0.0) for kind in (call.kind, kinds[layer]))
+    for call in plan.calls:
+        asked, listed = (dataclasses.replace(kind.within(last), cap=0.0) for kind in (call.kind, kinds[call.layer]))
         if asked != listed:
-            reason = f"layer {layer} asks for {asked}, and its config has {listed}"
+            reason = f"layer {call.layer} computes {asked}, and its config lists {listed}"
             return reason, reason
     ours = policy.head(hidden).float().log_softmax(-1)
     for row in rows:
@@ -429,55 +430,35 @@ def _by_trial(policy: Policy, kinds: list[AttentionKind], num_recurrent: int) ->
         if not difference <= tolerance(policy.dtype, logits):
             reason = f"its attention differs from plain attention by {difference:.3f} in log-probability"
             return reason, reason
-    return None, _sampling_obstacle(policy, [call for _, call in plan.calls], num_recurrent)
+    return None, _sampling_obstacle(policy, plan.calls, num_recurrent)
 
 
-def _sampling_obstacle(policy: Policy, calls: list[_AttentionCall], num_recurrent: int) -> str | None:
+def _sampling_obstacle(policy: Policy, calls: list[LayerCall], num_recurrent: int) -> str | None:
     """Returns the reason why the sampler's cache, blocks of equal keys and values, does not hold a model's state."""
     if num_recurrent:
-        return f"{num_recurrent} layers carry a state"
-    if len({call.sizes for call in calls}) > 1:
-        return "keys and values of several sizes"
-    size = policy.shape.kv_heads, policy.shape.head_dim
-    last = policy.info.context_length - 1
-    for call in calls:
-        if call.kind.within(last) != PLAIN or call.has_sinks:
-            return f"layers of the kind {call.kind}{' with sinks' * call.has_sinks}"
-        if call.sizes != (*size, size[1]):
-            return f"keys and values of the sizes {call.sizes}"
-    return None
-
-
-class _AttentionCall(NamedTuple):
-    """The request of one layer to a plan."""
-
-    kind: AttentionKind
-    has_sinks: bool
-    sizes: tuple[int, int, int]
-    """Heads and width of the keys, width of the values."""
+        return f"layers that carry a state: {num_recurrent}"
+    sizes = {(*call.key.shape[1:], call.value.shape[-1]) for call in calls}
+    if len(sizes) > 1 or len({*next(iter(sizes))[1:]}) > 1:
+        return f"keys and values of the sizes {', '.join(map(str, sorted(sizes)))}"
+    shape, last = policy.shape, policy.info.context_length - 1
+    if sizes != {(shape.kv_heads, shape.head_dim, shape.head_dim)}:
+        return f"keys and values of the sizes {sizes.pop()}, which its config does not have"
+    if limits := {str(kind) for call in calls if (kind := call.kind.within(last)) != PLAIN}:
+        return f"layers with {', '.join(sorted(limits))}"
+    return "layers with sinks" if any(call.sinks is not None for call in calls) else None
 
 
 class _RecordingPlan:
-    """Delegates to a plan and records the calls of its layers."""
+    """Delegates to a plan and records the calls of the layers."""
 
     def __init__(self, plan: FlexPlan | ForestPlan) -> None:
         self._plan = plan
         self.recurrence = plan.recurrence
-        self.calls: list[tuple[int, _AttentionCall]] = []
+        self.calls: list[LayerCall] = []
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        kind: AttentionKind = PLAIN,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        sizes = key.shape[1], key.shape[2], value.shape[2]
-        self.calls.append((layer, _AttentionCall(kind, sinks is not None, sizes)))
-        return self._plan.attend(layer, query, key, value, scale, kind, sinks)
+    def attend(self, call: LayerCall) -> Tensor:
+        self.calls.append(call)
+        return self._plan.attend(call)
 
 
 LOOK_SECONDS = 1.0

@@ -28,13 +28,22 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agentjet.compute.attention import ForestPlan, KeyValues, flat_forward, forest_plan
+from agentjet.compute.attention import Carried, flat_forward, forest_plan
 from agentjet.compute.model import load_policy
 from agentjet.compute.policy import Policy
-from agentjet.compute.recurrence import States
 from agentjet.config import ModelConfig
 from agentjet.recipes.recipe import ValueHeads
-from agentjet.timeline.forest import Forest, ForestChunk, Row, build_forest, chunk_forest, decode_set, restrict, split
+from agentjet.timeline.forest import (
+    Forest,
+    ForestChunk,
+    Row,
+    ancestors,
+    build_forest,
+    chunk_forest,
+    decode_set,
+    restrict,
+    split,
+)
 from agentjet.types import TokenScore
 
 IntArray = NDArray[np.int64]
@@ -125,8 +134,8 @@ def _timelines(forest: Forest) -> tuple[IntArray, IntArray]:
 
 
 def _path(forest: Forest, leaf: int) -> IntArray:
-    """Returns the nodes from the root to a leaf: those whose interval of descendants contains the leaf."""
-    return np.flatnonzero(forest.end[: leaf + 1] > leaf)
+    """Returns the nodes from the root to a leaf."""
+    return np.append(ancestors(forest, leaf), leaf)
 
 
 def _batches(lengths: NDArray[np.integer[Any]], max_tokens: int) -> Iterator[IntArray]:
@@ -154,25 +163,20 @@ class _ForwardPass:
     """The forward pass of a piece until its backward pass.
 
     Pieces below read `shared`, which are leaf tensors: their backward passes end there and add up the gradients of
-    `computed`, this piece's own keys and values. So do those of `shared_states` and `states`, which recurrent layers
-    carry. All are empty if the piece is not kept.
+    `computed`, what this piece's own nodes carry. Both are empty if the piece is not kept.
     """
 
     num_cached: int
     is_kept: bool
-    computed: KeyValues
-    shared: KeyValues
-    states: States
-    shared_states: States
+    computed: Carried
+    shared: Carried
     hidden: Tensor
     hidden_gradient: Tensor | None = None
 
     def backward(self) -> None:
         """Do the backward pass, from the hidden states and from the keys and values that other pieces used."""
-        found = [(self.hidden, self.hidden_gradient)]
-        for layer, pair in self.computed.items():
-            found += [(own, shared.grad) for own, shared in zip(pair, self.shared[layer], strict=True)]
-        found += [(own, self.shared_states[key].grad) for key, own in self.states.items()]
+        shared = [leaf.grad for leaf in self.shared.tensors()]
+        found = [(self.hidden, self.hidden_gradient), *zip(self.computed.tensors(), shared, strict=True)]
         roots = [(tensor, gradient) for tensor, gradient in found if gradient is not None and tensor.requires_grad]
         if roots:
             torch.autograd.backward([tensor for tensor, _ in roots], [gradient for _, gradient in roots])
@@ -207,18 +211,12 @@ class PrefixPass(Pass):
             level, num_cached, is_kept = forest.level, forest.num_cached, forest.is_kept
         self._close(level)
         device = self._policy.device
-        # A kept path ends in the node that the pieces below it repeat. Its states are those before this node.
-        carried = self._kept[-1].shared_states if self._kept else {}
-        plan = forest_plan(forest, device, self._past(num_cached), carried)
+        plan = forest_plan(forest, device, self._past(num_cached))
         states = flat_forward(self._policy.decoder, _ids(forest.tokens, device), _ids(forest.depth, device), plan)
         hidden, rows = _predicting(states, forest.parent[forest.node])
-        computed = plan.take_computed() if isinstance(plan, ForestPlan) else {}
-        computed = computed if is_kept else {}
-        shared = {layer: (_leaf(key), _leaf(value)) for layer, (key, value) in computed.items()}
-        own = plan.recurrence.take_computed()
-        own = own if is_kept else {}
-        shared_states = {key: _leaf(state) for key, state in own.items()}
-        self._last = _ForwardPass(num_cached, is_kept, computed, shared, own, shared_states, hidden)
+        computed = plan.take_computed()
+        computed = computed if is_kept else Carried()
+        self._last = _ForwardPass(num_cached, is_kept, computed, computed.leaves(), hidden)
         if is_kept:
             self._kept.append(self._last)
         return hidden, rows
@@ -246,20 +244,17 @@ class PrefixPass(Pass):
             if torch.is_grad_enabled():
                 kept.backward()
 
-    def _past(self, num_cached: int) -> KeyValues:
-        """Returns keys and values of the first `num_cached` nodes of the kept path."""
+    def _past(self, num_cached: int) -> Carried:
+        """Returns what the first `num_cached` nodes of the kept path carry: all but the last, which pieces repeat."""
         starts = [kept.num_cached for kept in self._kept if kept.num_cached < num_cached]
         counts = np.diff([*starts, num_cached]).tolist()
         owners = list(zip(self._kept, counts, strict=False))
 
         def joined(layer: int, which: int) -> Tensor:
-            return torch.cat([kept.shared[layer][which][:count] for kept, count in owners])
+            return torch.cat([kept.shared.keys[layer][which][:count] for kept, count in owners])
 
-        return {layer: (joined(layer, 0), joined(layer, 1)) for layer in (owners[0][0].shared if owners else ())}
-
-
-def _leaf(tensor: Tensor) -> Tensor:
-    return tensor.detach().requires_grad_(torch.is_grad_enabled() and tensor.requires_grad)
+        keys = {layer: (joined(layer, 0), joined(layer, 1)) for layer in (owners[0][0].shared.keys if owners else ())}
+        return Carried(keys, self._kept[-1].shared.states if self._kept else {})
 
 
 # ---- distributions ---------------------------------------------------------------------------------------------------

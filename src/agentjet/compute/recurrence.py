@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -162,11 +161,9 @@ def install(decoder: nn.Module) -> int:
     """Let the recurrent layers of a decoder compute forests inside `computing`. Returns their number."""
     layers = [module for module in decoder.modules() if _functions(type(module))]
     for number, layer in enumerate(layers):
-        module = sys.modules[type(layer).__module__]
-        for name in _functions(type(layer)):
-            original = getattr(module, name)
-            if not hasattr(original, "computes_forests"):
-                setattr(module, name, _replaced(original, FUNCTIONS[name]))
+        for names, name in _functions(type(layer)):
+            if not hasattr(names[name], "computes_forests"):
+                names[name] = _replaced(names[name], FUNCTIONS[name])
         layer.register_forward_pre_hook(functools.partial(_enter, number))
     return len(layers)
 
@@ -175,13 +172,12 @@ def _enter(number: int, *_: Any) -> None:
     _current.layer = number
 
 
-def _functions(kind: type[nn.Module]) -> frozenset[str]:
-    """Returns the names of the functions of `FUNCTIONS` that the methods of a class call."""
-    if kind.__module__.partition(".")[0] == "torch":
-        return frozenset()
-    methods = [inspect.unwrap(method) for method in vars(kind).values() if inspect.isfunction(method)]
-    called = {name for method in methods for name in method.__code__.co_names}
-    return frozenset(called & FUNCTIONS.keys() & vars(sys.modules[kind.__module__]).keys())
+def _functions(kind: type[nn.Module]) -> list[tuple[dict[str, Any], str]]:
+    """Returns the functions of `FUNCTIONS` that the methods of a class call: a method's globals, and the name."""
+    kinds = [one for one in kind.__mro__ if one.__module__.partition(".")[0] not in ("torch", "builtins")]
+    methods = [inspect.unwrap(one) for base in kinds for one in vars(base).values() if inspect.isfunction(one)]
+    found = ((one.__globals__, FUNCTIONS.keys() & {*one.__code__.co_names}) for one in methods)
+    return [(names, name) for names, called in found for name in called & names.keys()]
 
 
 def _replaced(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:

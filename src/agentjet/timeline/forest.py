@@ -328,11 +328,8 @@ def split(forest: Forest, max_nodes: int) -> list[tuple[Forest, TargetIndices]]:
 
 
 def ancestors(forest: Forest, node: int) -> NDArray[np.int64]:
-    """Returns the indices of the nodes above `node`, root first."""
-    path: list[int] = []
-    while (node := int(forest.parent[node])) >= 0:
-        path.append(node)
-    return np.array(path[::-1], np.int64)
+    """Returns the nodes above `node`, root first: those before it whose interval of descendants contains it."""
+    return np.flatnonzero(forest.end[:node] > node)
 
 
 def restrict(forest: Forest, nodes: NDArray[np.int64], keep: NDArray[np.bool_]) -> Forest:
