@@ -458,7 +458,7 @@ class Running:
     ) -> str:
         """A whole training episode with one call of each policy; returns its id."""
         begun = await self.gateway.begin(BeginRequest(task_id=task, client_id=client, wait=5))
-        for role in self.gateway.policies or ("",):
+        for role in self.gateway.hosted.names or ("",):
             await self.say(begun.id, text, role=role, **request)
         await self.gateway.finish(begun.id, FinishRequest(reward=reward, metrics=dict(metrics or {})))
         return begun.id

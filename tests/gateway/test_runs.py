@@ -85,7 +85,7 @@ async def test_two_runs_train_at_once(tmp_path: Path) -> None:
         await run.batch()
         assert run.gateway.swarm.policy_version == 3
         again = await opened(run)
-        assert (again.gateway.policies, again.gateway.swarm.policy_version) == (("planner", "coder"), 1)
+        assert (again.gateway.hosted.names, again.gateway.swarm.policy_version) == (("planner", "coder"), 1)
         assert not run.compute.policies[PolicyId("other", "coder")].learned, "its checkpoint was loaded"
     assert (tmp_path / "d" / "runs" / "other" / "checkpoints" / "step_000001" / "coder").is_dir()
 
@@ -120,7 +120,7 @@ async def test_a_request_that_outlives_its_run_is_refused(tmp_path: Path) -> Non
 
 
 async def _all_events(gateway: Gateway) -> list[Event]:
-    return [event async for event in gateway.events() if event is not None]
+    return [event async for event in gateway.events()]
 
 
 async def test_open_runs_survive_a_restart(tmp_path: Path) -> None:

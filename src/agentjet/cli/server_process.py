@@ -161,14 +161,14 @@ async def _shown(doing: Callable[[], str]) -> AsyncIterator[None]:
 
 def _greet(gateway: Gateway, url: str, data_dir: Path) -> None:
     version = f"policy version {gateway.swarm.policy_version}"
-    if gateway.policies:
-        _print(f"Ready: policies {', '.join(gateway.policies)}, {version}.")
+    if gateway.hosted.names:
+        _print(f"Ready: policies {', '.join(gateway.hosted.names)}, {version}.")
     for policy, renderer in gateway.hosted.renderers.items():
         model = renderer.model
         millions = model.num_parameters / 1e6
         size = f"{millions:.0f}M parameters" if millions >= 1 else f"{model.num_parameters:,} parameters"
         facts = f"{size} on {model.device} in {model.dtype}, context {model.context_length}"
-        if gateway.policies:
+        if gateway.hosted.names:
             lora = gateway.config.model_of(policy).lora
             trained = f"adapter of rank {lora.rank}" if lora.rank else "all weights"
             _print(f"  {policy}: {model.name}, {facts}, {trained}")
@@ -209,14 +209,14 @@ async def _print_steps(gateway: Gateway) -> None:
 async def _print_new_steps(gateway: Gateway) -> None:
     is_first = True
     async for event in gateway.events(gateway.last_event):
-        if event is None or event.kind != "step":
+        if event.kind != "step":
             continue
         metrics = event.body["metrics"]
         # The first batch's time includes the wait for the first client.
         speed = "" if is_first else f"  {metrics.get('perf/tokens_per_second', 0.0):.0f} tokens/s"
         is_first = False
         supervised = [value for name, value in metrics.items() if name.endswith("policy/cross_entropy")]
-        own = ", ".join(f"{policy} {metrics.get(f'{policy}/reward/mean', 0.0):.3f}" for policy in gateway.policies)
+        own = ", ".join(f"{policy} {metrics.get(f'{policy}/reward/mean', 0.0):.3f}" for policy in gateway.hosted.names)
         reward = f"{metrics.get('reward/mean', 0.0):.3f}" + (f" ({own})" if own else "")
         result = f"cross-entropy {supervised[0]:.3f}" if supervised else f"reward {reward}"
         _print(f"{_of(gateway)}step {event.body['policy_version']}  {result}{speed}")

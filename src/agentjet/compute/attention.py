@@ -272,7 +272,7 @@ KeyValues = dict[int, tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """Tensors of a path that the nodes below it need: keys and values of its nodes, and the states of recurrent layers."""
+    """Tensors of a path that the nodes below it need: keys and values of its nodes, states of recurrent layers."""
 
     keys: KeyValues = field(default_factory=dict)
     states: States = field(default_factory=dict)

@@ -18,7 +18,7 @@ from agentjet.compute import Compute
 from agentjet.config import ServeConfig, parse_config
 from agentjet.errors import ConfigError, Conflict, Later, RecipeError, Unavailable, Unprocessable
 from agentjet.front.calls import Calls, Tracing, present_run
-from agentjet.front.concurrency import Broadcast, GroupCommit, offload
+from agentjet.front.concurrency import GroupCommit, offload
 from agentjet.front.prompts import Demonstration, answer_all, num_characters
 from agentjet.protocol import (
     AbortRequest,
@@ -135,7 +135,6 @@ class Gateway:
         self.hosted = RunPolicies(
             run, config, compute, self.folder, hooks.PlugInThreads(config.server.hook_timeout, run=run)
         )
-        self.policies = self.hosted.names
         self.store = CheckpointStore(self.folder)
         metrics = MetricsFile(self.folder / "metrics.jsonl", clock=clock)
         self._journal = self._open_journal()
@@ -144,7 +143,7 @@ class Gateway:
             self.swarm = SwarmState(
                 self._journal,
                 config.job,
-                policies=self.policies,
+                policies=self.hosted.names,
                 clock=clock,
                 stopwatch=stopwatch,
                 policy_version=self.store.newest(),  # Episodes may begin before the worker has loaded it.
@@ -168,7 +167,7 @@ class Gateway:
         self._pages = EventPages(lambda: self.last_event, self.queries.journal.events)
         self.shared = SharedAnswers[Any](lambda: self.last_event)
         """Answers to the reads of viewers."""
-        self.phase = EnginePhase(self.swarm, Broadcast())
+        self.phase = EnginePhase(self.swarm)
         self.changed = self.phase.changed
         self.telemetry = Telemetry(
             tracing or Tracing(),
@@ -309,7 +308,7 @@ class Gateway:
     ) -> SftResponse:
         """Commits demonstrations as the next batch. Raises `InvalidRequest` for the first wrong one, and `Later`."""
         policy = self.hosted.chosen(request.policy)
-        role = policy if self.policies else ""
+        role = policy if self.hosted.names else ""
         if self.phase.state in NOT_SERVING:
             raise self.phase.refusal()
         await self.engine.wait_until_up()
@@ -365,16 +364,14 @@ class Gateway:
 
         Raises `Conflict` if the job was replaced since `body.revision`, `InvalidRequest` for invalid settings.
         """
-        if body.revision != self.swarm.job_revision:
-            raise self._revision_changed(body.revision)
+        self._check_revision(body.revision)
         try:
             settings = {**self.config.model_dump(exclude={"job"}), "job": body.job}
             job = (await asyncio.to_thread(parse_config, settings, "request")).job  # It may import a plug-in.
             await self.hosted.check_job(job)
-            if body.revision != self.swarm.job_revision:
-                raise self._revision_changed(body.revision)
         except (ConfigError, ValueError) as error:
             raise Unprocessable(str(error), code="invalid_setting", param="job") from None
+        self._check_revision(body.revision)  # Another request may have replaced it in the meantime.
         self.swarm.replace_job(job)
         self.changed.notify()
         self._waiters.wake()
@@ -382,11 +379,12 @@ class Gateway:
         await self.commits.durable()
         return answer
 
-    def _revision_changed(self, revision: int) -> Conflict:
-        return Conflict(
-            f"The job settings are at revision {self.swarm.job_revision}, the request has {revision}: read them again.",
-            code="job_revision_changed",
-        )
+    def _check_revision(self, revision: int) -> None:
+        if revision != (present := self.swarm.job_revision):
+            raise Conflict(
+                f"The job settings are at revision {present}, the request has {revision}: read them again.",
+                code="job_revision_changed",
+            )
 
     # ---- status and events -------------------------------------------------------------------------------------------
 
@@ -421,7 +419,7 @@ class Gateway:
             state=self.phase.state,
             waiting_for=self.waiting_for(),
             run=self.run,
-            policies=self.policies,
+            policies=self.hosted.names,
             model=self.hosted.model_name,
             model_weights=self.hosted.weights(),
             calls_active=len(self.calls.active),
@@ -439,16 +437,16 @@ class Gateway:
     def server_facts(self) -> ServerFacts:
         seen = max(self.queries.leases.clients.values(), default=None)
         return ServerFacts(
-            self.phase.state,
-            self.phase.reason,
-            self.swarm.file.refusal,
-            self.hosted.num_starts,
-            self.engine.num_hung,
-            len(self.store.unusable()),
-            self.versions.checkpoint_error,
-            None if seen is None else max(0.0, self._clock() - seen),
-            self.queries.store.is_over,
-            self.telemetry.lag.recent(),
+            state=self.phase.state,
+            reason=self.phase.reason,
+            refusal=self.swarm.file.refusal,
+            workers_started=self.hosted.num_starts,
+            workers_hung=self.engine.num_hung,
+            unusable_checkpoints=len(self.store.unusable()),
+            checkpoint_error=self.versions.checkpoint_error,
+            client_seconds=None if seen is None else max(0.0, self._clock() - seen),
+            is_over=self.queries.store.is_over,
+            loop=self.telemetry.lag.recent(),
         )
 
     def _abandoned_hooks(self) -> list[str]:
@@ -458,18 +456,17 @@ class Gateway:
         others = (hooks.VALIDATORS, hooks.IMPORTS) if self.run == DEFAULT_RUN else ()
         return [sentence for threads in (self.hosted.threads, *others) for sentence in threads.abandoned()]
 
-    async def events(self, after: int = 0, *, keep_alive: float = 15.0) -> AsyncGenerator[Event | None]:
-        """Yields events after number `after` until the gateway closes. Yields None after `keep_alive` idle seconds."""
+    async def events(self, after: int = 0) -> AsyncGenerator[Event]:
+        """Yields events after number `after` until the gateway closes."""
         while not self.closing:
             page = [event for event in self.queries.journal.events(after, EVENTS_PAGE) if event.seq <= self.last_event]
             for event in page:
                 after = event.seq
                 yield event
-            if not page and not await self.changed.until(partial(self._has_events, after), keep_alive):
-                yield None
+            await self.changed.until(partial(self._has_events, after))
 
     async def event_stream(self, after: int = 0, *, keep_alive: float = 15.0) -> AsyncGenerator[bytes | None]:
-        """Yields pages of encoded events after number `after`; the rest as `events`."""
+        """As `events`, in encoded pages. Yields None after `keep_alive` idle seconds."""
         while not self.closing:
             await self._pages.turns.turn()
             after, page = self._pages.after(after)

@@ -68,7 +68,7 @@ async def begin_episode(
         base_url=f"{request.base_url}v1",
         api_key=deps.keys.sign(episode.id, episode.begun),
         model=gateway.hosted.model_name,
-        policies=gateway.policies,
+        policies=gateway.hosted.names,
         policy_version=episode.policy_version,
         lease_seconds=job.lease_seconds,
         expires_at=gateway.swarm.expires_at(episode),

@@ -242,7 +242,6 @@ class RunPolicies:
         return next((work_text(work) for work in works if work is not None), "")
 
     def waiting_for(self) -> str:
-        """Returns the rank or replica without which a policy cannot learn or sample, or ''."""
         hosts = (self.compute.processes(policy) for policy in self.ids)
         return next(filter(None, map(waiting_for_process, hosts)), "")
 
@@ -313,12 +312,12 @@ class EnginePhase:
                   └ failed ◄┘
     """
 
-    def __init__(self, swarm: SwarmState, changed: Broadcast) -> None:
+    def __init__(self, swarm: SwarmState) -> None:
         self.state: EngineState = "offline"
         self.reason = ""
         """Cause of the state after a failure, or ''."""
         self.gate = Gate()
-        self.changed = changed
+        self.changed = Broadcast()
         self._swarm = swarm
         self._entered = time.monotonic()
         self._tasks: deque[tuple[Callable[[], Awaitable[Any]], asyncio.Future[Any]]] = deque()

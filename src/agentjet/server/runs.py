@@ -331,7 +331,7 @@ class Runs:
             return RunView(
                 name=name,
                 path=path,
-                policies=gateway.policies,
+                policies=gateway.hosted.names,
                 is_open=True,
                 state=phase.state,
                 reason=phase.reason,
