@@ -43,7 +43,7 @@ from agentjet.server.records import (
     utf16_length,
 )
 from agentjet.swarm.facts import AdvantageHook, Advantages, Members
-from agentjet.swarm.origin import POLICIES
+from agentjet.swarm.origin import Origin
 from agentjet.types import ESCAPE, ESCAPED_BYTE
 from tests.swarm.world import World
 
@@ -118,7 +118,7 @@ def test_recipes_of_tokens_have_a_note(world: World, recipe: str, monkeypatch: p
 
 def test_rewards_by_policy_and_role(tmp_path: Path) -> None:
     world = World(tmp_path, policies=("planner", "coder"), batch_size=1)
-    world.journal.branch({POLICIES: "coder,planner"}, "elsewhere@0")
+    world.journal.branch(Origin({"coder": {}, "planner": {}}), "elsewhere@0")
     for planner, coder, critic in ((0.0, 1.0, 3.0), (1.0, 1.0, 5.0)):
         episode = world.begin("g")
         world.call(episode, 7, role="planner")
