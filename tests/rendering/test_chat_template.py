@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from agentjet.errors import ConfigError
 from agentjet.rendering import template_for
-from agentjet.rendering.renderer import make_sandbox
+from agentjet.rendering.chat_template import make_sandbox
 from tests import tiny
 
 

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from agentjet.errors import ContextOverflow, InvalidRequest
 from agentjet.rendering import Renderer
-from agentjet.rendering.renderer import MARKERS
+from agentjet.rendering.formats import MARKERS, THINK
 from agentjet.swarm.batches import Answered
 from agentjet.swarm.journal import RecordedCall
 from agentjet.timeline import ConversationTree, Match
@@ -117,7 +117,7 @@ def _sampled_body(
     """
     sampled = tree.encoded_completion(call.id)
     if not keeps_reasoning:
-        thinks = renderer.reasons and renderer.closes_reasoning(sampled)
+        thinks = renderer.closes_reasoning(sampled)
         if call.response.reasoning or thinks or renderer.generation_tail:
             return None
     if call.finish_reason == "length" or renderer.strip_end_token(sampled) != sampled:
@@ -271,7 +271,11 @@ class CompletionParser:
         """Offset of the reasoning in the text. Valid once some of it was sent."""
         self._content_at = 0
         """Offset of the content in the text. Valid once some of it was sent."""
-        self._holds_rest = False
+        reasoning = renderer.style.reasoning
+        self._holds_rest = self._tool_format not in ("", "hermes", "mistral", "llama3") or reasoning not in (
+            None,
+            THINK,
+        )
         """True if the rest of the text may belong to a tool call. It is then sent with the final message only."""
         self._shown_tokens = 0
         self._worker_reason: FinishReason | None = None
