@@ -232,6 +232,8 @@ class ChatTemplate:
         Raises `InvalidRequest` if the template refuses the conversation or ignores its tools.
         """
         self._refuse_unknown(conversation, slots)
+        if call_slots and self._omits_calls:
+            raise InvalidRequest("the model's chat template leaves tool calls out", code="template_error")
         messages: list[dict[str, Any]] = []
         ids, num_calls = dict(own_ids or {}), 0
         for i, message in enumerate(conversation.messages):
@@ -262,9 +264,16 @@ class ChatTemplate:
                 f"the model's chat template refuses this conversation: {error}", code="template_error", param="messages"
             ) from error
         pieces = self._literals.split(output)
-        texts = pieces[::2]
         slot_of = {f"{SLOT}{i}{SLOT}": BodySlot(i, i in call_slots) for i in (*slots, *call_slots)}
-        marks = [slot_of.get(mark, mark) for mark in pieces[1::2]]
+        texts, marks = pieces[:1], list[str | BodySlot]()
+        for literal, text in zip(pieces[1::2], pieces[2::2], strict=True):
+            slot = slot_of.get(literal)
+            if slot in marks:  # Some templates write the name of a called function again before its result.
+                texts[-1] += conversation.messages[slot.index].tool_calls[0].name if slot and slot.in_call else ""
+                texts[-1] += text
+            else:
+                marks.append(slot or literal)
+                texts.append(text)
         if any(SLOT in text for text in texts):
             raise InvalidRequest("the model's chat template changes the text of a slot", code="template_error")
         return Rendered([text.replace(GUARD, "") for text in texts], marks)

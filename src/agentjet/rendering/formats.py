@@ -313,7 +313,7 @@ def _answer(text: str, reasoning: ReasoningFormat) -> str:
 
 
 _CHANNEL = re.compile(
-    r"(?:<\|start\|>)?(?P<head>[^<]*)<\|channel\|>(?P<channel>[a-z]+)(?P<more>[^<]*)(?:<\|constrain\|>[^<]*)?"
+    r"(?:<\|start\|>(?P<head>[^<]*)|\A(?P<first>\s*to=[^<]*))?<\|channel\|>(?P<channel>[a-z]+)(?P<more>[^<]*)(?:<\|constrain\|>[^<]*)?"
     r"<\|message\|>(?P<text>.*?)(?P<end><\|end\|>|<\|call\|>|<\|return\|>|(?=<\|start\|>)|\Z)",
     re.DOTALL,
 )
@@ -326,7 +326,7 @@ def _parse_channels(text: str, *, with_calls: bool) -> tuple[str, str, list[Pars
     for message in _CHANNEL.finditer(text):
         contents.append(text[at : message.start()])
         at = message.end()
-        recipient = _RECIPIENT.search(message["head"]) or _RECIPIENT.search(message["more"])
+        recipient = _RECIPIENT.search(" ".join(filter(None, message.group("first", "head", "more"))))
         if recipient and with_calls:
             try:
                 calls.append(_checked(recipient[1], message["text"].strip()))
@@ -354,8 +354,9 @@ def split_calls(text: str, tool_format: str, tools: Tools = ()) -> tuple[str, li
                 break
             section, at = opened.span(), opened.end()
         head = syntax.head.search(text, at)
-        closed = syntax.closing.search(text, at) if syntax.closing else None
-        if closed and not (head and head.start() < closed.start()):
+        until = head.start() if head else len(text)
+        closed = syntax.closing.search(text, at, until) if syntax.closing else None
+        if closed:
             if done > section[0] and syntax.is_junk(text[done : closed.start()]):
                 done = closed.end()
             section, at = None, closed.end()
