@@ -18,10 +18,12 @@ from typing import Any
 import pytest
 
 from agentjet.errors import ConfigError
+from agentjet.front.prompts import prepare_prompt
 from agentjet.rendering import Renderer, template_for
 from agentjet.rendering.chat_template import try_tools
 from agentjet.rendering.formats import TOOL_FORMATS, ParsedCall, split_calls, write_calls
-from agentjet.types import Conversation, Message, ToolCall
+from agentjet.timeline import ConversationTree
+from agentjet.types import Call, Conversation, Message, ToolCall
 from tests import tiny
 
 TABLE = tiny.families()
@@ -164,6 +166,32 @@ def test_history_has_exactly_the_sampled_tokens(family: str, name: str, case: st
             all(f"{turn}-{i}" in rest for i in range(len(calls)))
             and "weather" not in rest.replace("weather{", "")[end:]
         )
+
+
+DROPS_REASONING = {"deepseek_r1", "nemotron_nano2", "qwq"}
+"""Templates that drop the reasoning of a turn with a call as soon as its result follows."""
+
+
+@pytest.mark.parametrize("is_empty", [False, True], ids=["reasoning", "empty block"])
+@pytest.mark.parametrize(("family", "name"), FAMILIES)
+def test_the_result_of_a_call_does_not_fork(family: str, name: str, is_empty: bool) -> None:
+    text, ours = sampled(name, "one_call"), renderer(name)
+    assert text is not None
+    if is_empty:
+        if name != "qwen3_5":  # Other templates write no empty block, or another one.
+            return
+        text = text.replace("Hm.\n</think>", "\n</think>\n")
+    tree, asked, ids = ConversationTree(), conversation("prompt"), tokens(name, text)
+    prompt, answer = prepare_prompt(ours, tree, asked, "template"), ours.parse(ids, asked)
+    call = Call(
+        id="c", episode_id="e", role="", parent=None, kept=0, suffix=prompt.suffix, completion=tuple(ids), logprobs=(),
+        versions=(), temperature=1.0, finish_reason="tool_calls", response=answer, prompt_key=prompt.key, created=0.0,
+        ask=prompt.ask, fork=prompt.fork,
+    )  # fmt: skip
+    tree.add(call, prompt.pieces, tuple(ours.pieces(ids)))
+    results = [Message("tool", "12", tool_call_id=call.id) for call in answer.tool_calls]
+    after = prepare_prompt(ours, tree, replace(asked, messages=(*asked.messages, answer, *results)), "template")
+    assert (after.kept == len(prompt.tokens) + len(ids)) == (name not in DROPS_REASONING)
 
 
 @pytest.mark.parametrize(("family", "name"), FAMILIES)

@@ -75,7 +75,7 @@ def prepare_prompt(
     else:
         with_reasoning = renderer.keeps_reasoning(conversation)
         found = {
-            i: _sampled_body(renderer, tree, call, conversation, keeps_reasoning=i in with_reasoning)
+            i: _sampled_body(renderer, tree, call, conversation, i, keeps_reasoning=i in with_reasoning)
             for i, call in known.items()
         }
     bodies = {i: renderer.generation_tail + body for i, body in found.items() if body is not None}
@@ -108,7 +108,13 @@ def _prompt(
 
 
 def _sampled_body(
-    renderer: Renderer, tree: ConversationTree, call: Call, conversation: Conversation, *, keeps_reasoning: bool
+    renderer: Renderer,
+    tree: ConversationTree,
+    call: Call,
+    conversation: Conversation,
+    at: int,
+    *,
+    keeps_reasoning: bool,
 ) -> bytes | None:
     """Returns the sampled bytes of a turn as a deployment would feed them, or None if the template does.
 
@@ -118,7 +124,10 @@ def _sampled_body(
     sampled = tree.encoded_completion(call.id)
     if not keeps_reasoning:
         thinks = renderer.closes_reasoning(sampled)
-        if call.response.reasoning or thinks or renderer.generation_tail:
+        has_block = thinks or bool(renderer.generation_tail)
+        if call.response.reasoning or (
+            has_block and not renderer.writes_start(conversation, at, renderer.generation_tail + sampled)
+        ):
             return None
     if call.finish_reason == "length" or renderer.strip_end_token(sampled) != sampled:
         return sampled

@@ -96,7 +96,8 @@ class Renderer:
         """
         if conversation.tools and not self.model.tool_format:
             raise InvalidRequest(
-                f"model {self.model.name} has no tools: its template ignores them, or has an unknown tool format",
+                f"model {self.model.name} has no tools: its template ignores them, or has an unknown tool format "
+                "(model.tool_format forces one)",
                 code="tools_not_supported",
                 param="tools",
             )
@@ -224,6 +225,17 @@ class Renderer:
             return frozenset()
         text = "".join(rendered.texts)
         return frozenset(i for i, mark in marks.items() if mark in text)
+
+    def writes_start(self, conversation: Conversation, at: int, body: bytes) -> bool:
+        """True if the template begins assistant message `at` with an empty block of reasoning, as `body` does."""
+        if not self._answer_heads or self._needs_calls:
+            return False
+        try:
+            rendered = self._template.render(conversation, slots=(at,))
+        except InvalidRequest:
+            return False
+        before = self._before_slot(rendered)
+        return any(before.endswith(head) and body.startswith(head) for head in self._answer_heads)
 
     def encode_tokens(self, token_ids: Sequence[int]) -> bytes:
         """Returns the exact encoded text of tokens."""
@@ -406,9 +418,10 @@ class Renderer:
     def _head(self, question: Message, answer: Message, then: Message) -> bytes | None:
         """Returns the text up to the slot of an answer, or None if there is none."""
         rendered = self._slotted(question, answer, then, call_slot=bool(answer.tool_calls))
-        if rendered is None:
-            return None
-        at = next(i for i, mark in enumerate(rendered.marks) if isinstance(mark, BodySlot))
+        return None if rendered is None else self._before_slot(rendered)
+
+    def _before_slot(self, rendered: Rendered) -> bytes:
+        at = next((i for i, mark in enumerate(rendered.marks) if isinstance(mark, BodySlot)), 0)
         return self._encode(Rendered(rendered.texts[: at + 1], rendered.marks[:at]), {})
 
     def _rest(self, question: Message, calling: Message, result: Message, *, slots: bool) -> bytes | None:
