@@ -295,7 +295,7 @@ def _split_reasoning(
     opened, opening = text.lstrip(), reasoning.opening.rstrip("\n")
     if opening and opened.startswith(opening):
         opened = opened.removeprefix(opening)
-    elif not in_reasoning and opening and not opened.startswith(reasoning.closing):
+    elif not in_reasoning:
         return "", _answer(text, reasoning)
     thought, closed, rest = opened.partition(reasoning.closing)
     if not closed and not opening and form and form.marker in thought:
