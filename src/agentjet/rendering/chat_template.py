@@ -265,15 +265,14 @@ class ChatTemplate:
             ) from error
         pieces = self._literals.split(output)
         slot_of = {f"{SLOT}{i}{SLOT}": BodySlot(i, i in call_slots) for i in (*slots, *call_slots)}
-        texts, marks = pieces[:1], list[str | BodySlot]()
-        for literal, text in zip(pieces[1::2], pieces[2::2], strict=True):
-            slot = slot_of.get(literal)
-            if slot in marks:  # Some templates write the name of a called function again before its result.
-                texts[-1] += conversation.messages[slot.index].tool_calls[0].name if slot and slot.in_call else ""
-                texts[-1] += text
-            else:
-                marks.append(slot or literal)
-                texts.append(text)
+        texts, marks = pieces[::2], [slot_of.get(mark, mark) for mark in pieces[1::2]]
+        for at in range(len(marks) - 1, -1, -1) if call_slots else ():
+            # Some templates write the name of a called function again before its result: only the first is a slot.
+            slot = marks[at]
+            if isinstance(slot, BodySlot) and slot.in_call and slot in marks[:at]:
+                name = conversation.messages[slot.index].tool_calls[0].name
+                texts[at : at + 2] = [texts[at] + name + texts[at + 1]]
+                del marks[at]
         if any(SLOT in text for text in texts):
             raise InvalidRequest("the model's chat template changes the text of a slot", code="template_error")
         return Rendered([text.replace(GUARD, "") for text in texts], marks)

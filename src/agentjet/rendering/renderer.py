@@ -151,7 +151,18 @@ class Renderer:
                 param="messages",
             )
         tokens = self.tokenize(whole[len(prompt) :])
-        end = next((i for i, token in enumerate(tokens) if token in self.model.end_tokens), None)
+        end = self._end_in(tokens)
+        if end is None:
+            # GLM's turns end with the token that begins the next message.
+            then = (
+                Message("tool", "x", tool_call_id=answer.tool_calls[0].id)
+                if answer.tool_calls
+                else Message("user", "x")
+            )
+            followed = replace(answered, messages=(*answered.messages, then))
+            longer = self._encode(self._template.render(followed, generation_prompt=False), {})
+            tokens = self.tokenize(longer[len(prompt) :]) if longer.startswith(whole) else ()
+            end = self._end_in(tokens)
         if end is None:
             raise InvalidRequest(
                 "the model's chat template ends this answer without an end token",
@@ -159,6 +170,9 @@ class Renderer:
                 param="messages",
             )
         return tokens[: end + 1]
+
+    def _end_in(self, tokens: Sequence[int]) -> int | None:
+        return next((i for i, token in enumerate(tokens) if token in self.model.end_tokens), None)
 
     def encode_raw_prompt(self, prompt: str | Sequence[int]) -> bytes:
         """Returns a raw prompt as encoded text: text after the tokens with which the tokenizer opens it, ids unchanged.
