@@ -584,7 +584,7 @@ def _spaced(literal: str) -> str:
 
 
 def _edged(literal: str) -> str:
-    """Returns the pattern of a literal beside a value. The value keeps its white space, but for one line break."""
+    """Returns the pattern of a literal beside a value. The value keeps its white space, except one line break."""
     left, right = ("\n?" if edge == "\n" else "" for edge in (literal[:1], literal[-1:]))
     return left + _spaced(literal.strip()) + right
 
@@ -698,7 +698,7 @@ def _resolved(schema: Any, root: Mapping[str, Any]) -> Any:
 
 
 def _takes_text(schema: Any, root: Mapping[str, Any]) -> bool | None:
-    """True if a schema allows a string, False if it does not, None if it says nothing about types."""
+    """True if a schema allows a string, False if it does not, None if it has no types."""
     if not isinstance(schema, Mapping):
         return None
     if kinds := schema.get("type"):

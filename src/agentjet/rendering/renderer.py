@@ -77,9 +77,10 @@ class Renderer:
         )
         self.context_length = model_info.context_length
         self._form = TOOL_FORMATS[tool_format] if tool_format else None
-        self._call_ends = {
-            self._escapes[end] for end in (self._form.ends if self._form else ()) if end in self._escapes
-        }
+        ends = [end for end in (self._form.ends if self._form else ()) if end in self._escapes]
+        texts = (self._form.call + self._form.closing) if self._form else ""
+        self._call_ends = {self._escapes[end]: end in texts for end in ends}
+        """Tokens that end a turn with calls. True if the token belongs to the text of a call."""
         self._find_layout()
         ids = {literal: token.id for literal, token in self._control.items()}
         in_reasoning = reasoning is not None and self._opens(reasoning)
@@ -104,7 +105,11 @@ class Renderer:
         bodies = {i: self._split_end(encoded) for i, encoded in (sampled or {}).items()}
         own_ids = self._own_ids(conversation, bodies)
         # Some templates treat messages with tool calls differently from answers: these get call slots.
-        calling = {i for i in bodies if conversation.messages[i].tool_calls and self._call_head is not None}
+        messages = conversation.messages
+        answered = {
+            i for i in bodies if messages[i].tool_calls and i + 1 < len(messages) and messages[i + 1].role == "tool"
+        }
+        calling = answered if self._call_head is not None else set[int]()
         attempts = [calling, set[int]()] if self._needs_calls else [set[int](), calling]
         for call_slots in attempts if bodies else ():
             try:
@@ -316,19 +321,18 @@ class Renderer:
         self._cut_head(pieces, at, slot)
         pieces[at], own_end = body
         end = self._next_end(marks, i)
+        if slot.in_call and not end:  # The end of a tool call is unknown.
+            raise InvalidRequest("the model's chat template does not end tool calls", code="template_error")
         after = 2 * end + 1
         between = b"".join(pieces[at + 1 : after]) if end else b""
-        if slot.in_call:
-            if not end:  # The end of a tool call is unknown.
-                raise InvalidRequest("the model's chat template does not end tool calls", code="template_error")
-        elif not end or (between.strip() and not pieces[at].endswith(between)):
-            pieces[at] += own_end if own_end in self._call_ends else b""
-            return
-        elif own_end != pieces[after] and own_end not in self._call_ends:
-            return
-        pieces[at + 1 : after] = [b""] * (after - at - 1)
-        if own_end in self._call_ends:
-            pieces[after] = own_end
+        is_ended = bool(end) and (slot.in_call or not between.strip() or pieces[at].endswith(between))
+        if own_end in self._call_ends and not (is_ended and pieces[after] == own_end):
+            if self._call_ends[own_end]:
+                pieces[at] += own_end
+            elif is_ended and pieces[after] == self._turn_end:
+                pieces[after] = own_end
+        if is_ended and (slot.in_call or pieces[after] == own_end):
+            pieces[at + 1 : after] = [b""] * (after - at - 1)
 
     def _next_end(self, marks: Sequence[str | BodySlot], i: int) -> int:
         """Returns the index of the end token after a slot, or 0 if there is none before the next slot."""
@@ -408,8 +412,15 @@ class Renderer:
         self._answer_heads = sorted({head[start:] for head in known if head[start:]}, key=len, reverse=True)
         """Encoded text that the template writes before an answer, unlike the generation prompt: Mistral's space."""
         has_head = call_head is not None and call_head.startswith(prompt[:start])
+        called = self._slotted(question, calling, result, call_slot=True)
+        if called is not None:
+            slot, end = self._slot_and_end(called)
+            has_head = has_head and not any(RESULT in text for text in called.texts[slot + 1 : end + 1])
+        ends = {self._end_after(question, *turn) for turn in answers}
+        self._turn_end = ends.pop() if len(ends) == 1 else b""
+        """The token that ends an answer, whatever follows it; empty if it is the beginning of the next message."""
         self._call_head = call_head[start:] if call_head is not None and has_head else None
-        """The same before the name of the first tool call; None if it is unknown."""
+        """The same before the name of the first tool call; None if it, or the end of the calls, is unknown."""
         self._needs_calls = self._call_head is not None and self._rest(
             question, calling, result, slots=True
         ) != self._rest(question, calling, result, slots=False)
@@ -435,7 +446,7 @@ class Renderer:
         return None if rendered is None else self._before_slot(rendered)
 
     def _before_slot(self, rendered: Rendered) -> bytes:
-        at = next((i for i, mark in enumerate(rendered.marks) if isinstance(mark, BodySlot)), 0)
+        at, _ = self._slot_and_end(rendered)
         return self._encode(Rendered(rendered.texts[: at + 1], rendered.marks[:at]), {})
 
     def _rest(self, question: Message, calling: Message, result: Message, *, slots: bool) -> bytes | None:
@@ -443,9 +454,19 @@ class Renderer:
         rendered = self._slotted(question, calling, result, call_slot=not slots)
         if rendered is None:
             return None
-        at = next(i for i, mark in enumerate(rendered.marks) if isinstance(mark, BodySlot))
-        at = self._next_end(rendered.marks, at) or at
-        return self._encode(Rendered(rendered.texts[at + 1 :], rendered.marks[at + 1 :]), {})
+        slot, end = self._slot_and_end(rendered)
+        at = (end or slot) + 1
+        return self._encode(Rendered(rendered.texts[at:], rendered.marks[at:]), {})
+
+    def _end_after(self, question: Message, answer: Message, then: Message) -> bytes:
+        rendered = self._slotted(question, answer, then, call_slot=False)
+        end = self._slot_and_end(rendered)[1] if rendered else 0
+        mark = rendered.marks[end] if rendered and end else ""
+        return b"" if isinstance(mark, BodySlot) else self._escapes.get(mark, b"")
+
+    def _slot_and_end(self, rendered: Rendered) -> tuple[int, int]:
+        slot = next((i for i, mark in enumerate(rendered.marks) if isinstance(mark, BodySlot)), 0)
+        return slot, self._next_end(rendered.marks, slot)
 
     def _slotted(self, question: Message, answer: Message, then: Message, *, call_slot: bool) -> Rendered | None:
         slots, call_slots = ((), (1,)) if call_slot else ((1,), ())
