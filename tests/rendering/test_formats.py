@@ -86,6 +86,8 @@ def sampled(name: str, case: str) -> str | None:
     ends = [(text.find(end), end) for end in tiny.dialect(name).ends if text.find(end) > 0]
     at, end = min(ends, default=(len(text), entry["end"]))
     text, style = text[:at] + end, renderer(name).style
+    if name == "kimi_k2":  # Its template writes the ids of the table in the place of the names.
+        text = text.replace("c0aaaaaaa", "functions.weather:0").replace("c1aaaaaaa", "functions.weather:1")
     if style.reasoning and style.reasoning.opening:  # An empty block gets a thought.
         opening, closing = style.reasoning.opening.rstrip("\n"), style.reasoning.closing
         if style.in_reasoning:
@@ -132,8 +134,10 @@ def test_calls_are_read(family: str, name: str, case: str) -> None:
         wanted[0][1]["count"] = "3"
     assert meaning(read) == wanted
     assert read.content.strip() in ("", "I look.")
-    if case == "call_beside_text" and "I look." in text and name != "gpt_oss":  # There it is in the analysis.
-        assert read.content.strip() == "I look."
+    if case == "call_beside_text" and "I look." in text:
+        # Harmony has it in the analysis. Nothing tells Apriel's text from its reasoning.
+        said = read.reasoning if name in ("gpt_oss", "apriel1_5") else read.content
+        assert said.strip() == "I look."
 
 
 @pytest.mark.parametrize(("family", "name"), FAMILIES)
@@ -152,8 +156,7 @@ def test_history_has_exactly_the_sampled_tokens(family: str, name: str, case: st
     text, ours = sampled(name, case), renderer(name)
     if text is None:
         return
-    asked, end = conversation("prompt"), len(tiny.SPECIAL)
-    known: dict[int, bytes] = {}
+    asked, known = conversation("prompt"), dict[int, bytes]()
     for turn in range(2):
         prompt, ids = ours.render(asked, sampled=known), tokens(name, text)
         assert ids[-1] in ours.model.end_tokens
@@ -166,10 +169,7 @@ def test_history_has_exactly_the_sampled_tokens(family: str, name: str, case: st
         told = ours.render(asked, sampled=known)
         assert told.startswith(prompt + ours.encode_tokens(ids)), ours.show(told)
         rest = ours.show(told[len(prompt + ours.encode_tokens(ids)) :])
-        assert (
-            all(f"{turn}-{i}" in rest for i in range(len(calls)))
-            and "weather" not in rest.replace("weather{", "")[end:]
-        )
+        assert all(f"{turn}-{i}" in rest for i in range(len(calls))) and "Paris" not in rest
 
 
 DROPS_REASONING = {"deepseek_r1", "nemotron_nano2", "qwq"}

@@ -204,9 +204,10 @@ class ChatTemplate:
         self._supports_developer = "developer" in source
         self._splits_reasoning = re.search(r"""['"]</think>['"]\s+in\b""", source) is not None
         """True if the template searches for `</think>` in assistant messages. It would not find the guarded literal."""
-        self._short_ids = re.search(r"length\s*!=\s*9\b", source) is not None
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
         self._tool_format = TOOL_FORMATS[tool_format] if tool_format else None
+        has_ids = self._tool_format is not None and "{id}" in self._tool_format.call
+        self._short_ids = has_ids or re.search(r"length\s*!=\s*9\b", source) is not None
         self._arguments_as_text = trial is not None and trial.arguments_as_text
         self._omits_calls = trial is not None and not trial.writes_calls
         self._literals = _Literals(control)
@@ -311,7 +312,7 @@ class ChatTemplate:
         return plain
 
     def _call_id(self, id_: str) -> str:
-        """Returns a valid id for Mistral's templates, which refuse ids other than nine letters or digits."""
+        """Returns a valid id for Mistral's models, whose ids are nine letters or digits."""
         if not self._short_ids or (len(id_) == 9 and id_.isalnum()):
             return id_
         return hashlib.blake2b(id_.encode(errors="surrogatepass")).hexdigest()[:9]

@@ -418,7 +418,7 @@ class Renderer:
             has_head = has_head and not any(RESULT in text for text in called.texts[slot + 1 : end + 1])
         ends = {self._end_after(question, *turn) for turn in answers}
         self._turn_end = ends.pop() if len(ends) == 1 else b""
-        """The token that ends an answer, whatever follows it; empty if it is the beginning of the next message."""
+        """The token that ends each answer. Empty if the end is the beginning of the next message."""
         self._call_head = call_head[start:] if call_head is not None and has_head else None
         """The same before the name of the first tool call; None if it, or the end of the calls, is unknown."""
         self._needs_calls = self._call_head is not None and self._rest(
