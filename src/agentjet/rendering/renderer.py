@@ -55,9 +55,9 @@ class _Layout:
     """Encoded text around a turn of the model."""
 
     tail: bytes
-    """What the generation prompt has, and the template does not write in history."""
+    """The end of the generation prompt that the template does not write in history."""
     heads: list[bytes]
-    """What the template writes before an answer in history, unlike the generation prompt: Mistral's space."""
+    """Text that the template writes before an answer in history, unlike the generation prompt: Mistral's space."""
     call_head: re.Pattern[bytes] | None
     """The same before the name of the first tool call; None if it, or the end of the calls, is unknown."""
     longest: int
