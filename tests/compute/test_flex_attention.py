@@ -176,7 +176,7 @@ class WithoutGraphs(DecodeGraphs):
 
     def __init__(self, cache: KeyValueCache) -> None:
         self.steps = 0
-        self._plan = PagedPlan(cache, SIZE, SIZE, cache.keys.shape[1])
+        self._plan = PagedPlan(cache, SIZE, SIZE, cache.num_blocks)
 
     def hidden(self, policy: Policy, rows: Sequence[CacheRow]) -> Tensor:
         self.steps += 1
@@ -205,7 +205,7 @@ def test_it_samples_what_the_plan_of_a_cpu_samples(
     wanted = run(ModelSampler(policy, SIZE, 4096), requests())
     sampler = ModelSampler(policy, SIZE, 4096)
     sampler._cache._free = sampler._cache._free[::2]  # a heap still: the blocks of a row are not neighbours
-    for stored in (sampler._cache.keys, sampler._cache.values):
+    for stored in sampler._cache.stored:
         stored.zero_()  # In eager mode all blocks are read, not only those that were taken.
     graphs = WithoutGraphs(sampler._cache)
     sampler._graphs = graphs

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from agentjet.compute.policy import CacheShape
 from agentjet.timeline.forest import common_prefix
@@ -55,7 +56,7 @@ class CacheRow:
 
 
 class KeyValueCache:
-    """Allocates rows. `keys` and `values` are [layers, blocks and a spare one, kv heads, BLOCK, head dim].
+    """Allocates rows. All layers use the same blocks: a row's block 3 has its tokens in each layer.
 
     Invariant: free and idle blocks suffice for all blocks that active rows have reserved but not taken.
     """
@@ -64,26 +65,46 @@ class KeyValueCache:
         """`shape` is None for a model that does not share prefixes."""
         self._shares_prefixes = shape is not None
         self._num_blocks = max_tokens // BLOCK
-        shape = shape or CacheShape(0, 0, 0)
-        sizes = [shape.layers, self._num_blocks + 1, shape.kv_heads, BLOCK, shape.head_dim]
-        if device.type == "cuda":  # The blocks of a head lie one after the other: see `PagedPlan`.
-            sizes[1], sizes[2] = sizes[2], sizes[1]
-        # A CPU allocates memory at the first write; blocks are zeroed when they are taken.
-        self.keys = torch.empty(sizes, dtype=dtype, device=device)
-        self.values = torch.empty(sizes, dtype=dtype, device=device)
-        if device.type == "cuda":
-            self.keys, self.values = self.keys.transpose(1, 2), self.values.transpose(1, 2)
+        self.dtype, self.device = dtype, device
         self.spare = self._num_blocks
         """A block that no row takes. A step on CUDA writes the keys of its padding there."""
+        self.stored: list[Tensor] = []
+        """Keys, then values, of each group of layers of equal sizes: [layers, blocks, kv heads, BLOCK, width]."""
+        self._places: dict[int, tuple[int, int]] = {}
+        for sizes in dict.fromkeys((shape or {}).values()):
+            layers = [layer for layer, other in (shape or {}).items() if other == sizes]
+            self._places |= {layer: (len(self.stored), place) for place, layer in enumerate(layers)}
+            widths = sizes.key_dim, sizes.value_dim
+            if device.type != "cuda":  # The fused kernels of a CPU take one width: zeros follow the narrower ones.
+                widths = max(widths), max(widths)
+            self.stored += [self._allocated(len(layers), sizes.kv_heads, width) for width in widths]
         self._clear_block(self.spare, 0)
         self._free = list(range(self._num_blocks))  # a heap: low blocks first, so that rows lie close together
         self._active: dict[CacheRow, None] = {}
         self._idle: dict[CacheRow, None] = {}  # least recently used first
 
+    def of_layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Returns the keys and values of a layer, [blocks and the spare one, kv heads, BLOCK, width] each."""
+        group, place = self._places[layer]
+        return self.stored[group][place], self.stored[group + 1][place]
+
+    def _allocated(self, layers: int, heads: int, width: int) -> Tensor:
+        blocks = self._num_blocks + 1
+        # A CPU allocates memory at the first write; blocks are zeroed when they are taken.
+        if self.device.type == "cuda":  # The blocks of a head lie one after the other: see `PagedPlan`.
+            sizes = layers, heads, blocks, BLOCK, width
+            return torch.empty(sizes, dtype=self.dtype, device=self.device).transpose(1, 2)
+        return torch.empty(layers, blocks, heads, BLOCK, width, dtype=self.dtype, device=self.device)
+
     @property
     def max_tokens(self) -> int:
         """Length of the longest sequence that the cache can hold when it is otherwise empty."""
         return self._num_blocks * BLOCK
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of stored blocks, with the spare one."""
+        return self._num_blocks + 1
 
     @property
     def num_unreserved(self) -> int:
@@ -158,8 +179,8 @@ class KeyValueCache:
         self.extend(target, count)
         for at, (old, new) in enumerate(zip(source.blocks, target.blocks, strict=False)):
             part = slice(min(BLOCK, count - at * BLOCK))
-            self.keys[:, new, :, part] = self.keys[:, old, :, part]
-            self.values[:, new, :, part] = self.values[:, old, :, part]
+            for stored in self.stored:
+                stored[:, new, :, part] = stored[:, old, :, part]
         target.filled, target.state = count, copy.deepcopy(source.state)
         if is_idle:
             self._idle[source] = None
@@ -187,8 +208,8 @@ class KeyValueCache:
 
     def _clear_block(self, block: int, start: int) -> None:
         """Zero the unused part: masked positions are multiplied by probability 0, and 0 times garbage may be NaN."""
-        self.keys[:, block, :, start:] = 0
-        self.values[:, block, :, start:] = 0
+        for stored in self.stored:
+            stored[:, block, :, start:] = 0
 
     def _longest_prefix(self, prompt: NDArray[np.int32], owner: Any = None) -> tuple[CacheRow | None, int]:
         """Returns the owner's row that shares most tokens (idle rows first) and the number of shared tokens."""

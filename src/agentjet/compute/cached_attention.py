@@ -42,7 +42,7 @@ class StepPlan:
     def __init__(self, spans: list[tuple[CacheRow, int]], positions: NDArray[np.int64], cache: KeyValueCache) -> None:
         """`positions` [N] belong to the tokens of all spans, in order."""
         self._cache = cache
-        device = cache.keys.device
+        device = cache.device
         blocks = [row.blocks[at // BLOCK] for row, n in spans for at in range(row.filled, row.filled + n)]
         self._block, self._slot = torch.tensor(blocks, device=device), torch.from_numpy(positions % BLOCK).to(device)
         singles = [row for row, n in spans if n == 1]
@@ -51,7 +51,7 @@ class StepPlan:
         self._sizes = [part.num_tokens for part in self._parts]
 
     def attend(self, call: LayerCall) -> Tensor:
-        keys, values = self._cache.keys[call.layer], self._cache.values[call.layer]
+        keys, values = self._cache.of_layer(call.layer)
         keys[self._block, :, self._slot] = call.key
         values[self._block, :, self._slot] = call.value
         parts = zip(self._parts, torch.split(call.query, self._sizes), strict=True)
@@ -64,8 +64,8 @@ class _Span:
     def __init__(self, row: CacheRow, count: int, cache: KeyValueCache) -> None:
         self.num_tokens = count
         self._stop = row.filled + count
-        self._blocks = torch.tensor(row.blocks, device=cache.keys.device)
-        positions = torch.arange(self._stop, device=cache.keys.device)
+        self._blocks = torch.tensor(row.blocks, device=cache.device)
+        positions = torch.arange(self._stop, device=cache.device)
         self._mask = positions[None, :] <= positions[row.filled :, None]
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
@@ -86,7 +86,7 @@ class _Singles:
     """
 
     def __init__(self, rows: list[CacheRow], cache: KeyValueCache) -> None:
-        device, dtype = cache.keys.device, cache.keys.dtype
+        device, dtype = cache.device, cache.dtype
         self.num_tokens = len(rows)
         counts = [row.filled // BLOCK + 1 for row in rows]
         blocks = np.concatenate([row.blocks[:count] for row, count in zip(rows, counts, strict=True)])
@@ -152,8 +152,8 @@ class PagedPlan:
         """A plan for up to `num_tokens` tokens. `num_tiles` is the number of tokens if each row computes one."""
         self._cache = cache
         self._by_row = num_tiles == num_tokens
-        device = cache.keys.device
-        sizes = [num_tokens] * 5 + [cache.keys.shape[1]] * 2 + [num_tiles, num_tiles * width]
+        device = cache.device
+        sizes = [num_tokens] * 5 + [cache.num_blocks] * 2 + [num_tiles, num_tiles * width]
         # All tables are one vector, so one transfer brings them to the device.
         self._host = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
         self._vector = torch.empty_like(self._host, device=device)
@@ -194,7 +194,7 @@ class PagedPlan:
 
     def attend(self, call: LayerCall) -> Tensor:
         query, key, value, scale = call.query, call.key, call.value, call.scale
-        keys, values = self._cache.keys[call.layer], self._cache.values[call.layer]
+        keys, values = self._cache.of_layer(call.layer)
         before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
         torch.use_deterministic_algorithms(False)  # It would sort the places, which are distinct.
         keys[self._block, :, self._slot] = key
@@ -220,7 +220,7 @@ class PagedPlan:
 def step_plan(spans: Sequence[tuple[CacheRow, int]], cache: KeyValueCache) -> PagedPlan:
     """Returns the plan of a step with prompts."""
     num_tokens = sum(n for _, n in spans)
-    plan = PagedPlan(cache, num_tokens, -(-num_tokens // TILE), cache.keys.shape[1])
+    plan = PagedPlan(cache, num_tokens, -(-num_tokens // TILE), cache.num_blocks)
     plan.fill(spans)
     return plan
 

@@ -41,6 +41,7 @@ from agentjet.compute.attention import (
     forest_plan,
 )
 from agentjet.compute.policy import (
+    KeySizes,
     Policy,
     cached_folder,
     find_logit_transform,
@@ -120,6 +121,7 @@ class BaseModel:
             policy = Policy(_with_adapters(modules, lora), self.policy.info, self._folder)
         policy.logit_transform = self.policy.logit_transform
         policy.own_attention, policy.learns_forests = self.policy.own_attention, self.policy.learns_forests
+        policy.cache_shape = self.policy.cache_shape
         with (
             _refusing(f"model.lora.target_modules = {lora.target_modules!r}: an adapter there fails", OTHER_MODULES),
             policy.attention(policy.own_attention),
@@ -435,17 +437,20 @@ def _by_trial(policy: Policy, kinds: list[AttentionKind], num_recurrent: int) ->
 
 def _sampling_obstacle(policy: Policy, calls: list[LayerCall], num_recurrent: int) -> str | None:
     """Returns the reason why the sampler's cache, blocks of equal keys and values, does not hold a model's state."""
+    policy.cache_shape = {call.layer: _sizes(call) for call in calls}
     if num_recurrent:
         return f"layers that carry a state: {num_recurrent}"
-    sizes = {(*call.key.shape[1:], call.value.shape[-1]) for call in calls}
-    if len(sizes) > 1 or len({*next(iter(sizes))[1:]}) > 1:
-        return f"keys and values of the sizes {', '.join(map(str, sorted(sizes)))}"
-    shape, last = policy.shape, policy.info.context_length - 1
-    if sizes != {(shape.kv_heads, shape.head_dim, shape.head_dim)}:
-        return f"keys and values of the sizes {sizes.pop()}, which its config does not have"
+    last = policy.info.context_length - 1
+    if any(sizes.key_dim != sizes.value_dim for sizes in policy.cache_shape.values()):
+        return f"keys and values of the sizes {', '.join(map(str, sorted({*policy.cache_shape.values()})))}"
     if limits := {str(kind) for call in calls if (kind := call.kind.within(last)) != PLAIN}:
         return f"layers with {', '.join(sorted(limits))}"
     return "layers with sinks" if any(call.sinks is not None for call in calls) else None
+
+
+def _sizes(call: LayerCall) -> KeySizes:
+    _, kv_heads, key_dim = call.key.shape
+    return KeySizes(kv_heads, key_dim, call.value.shape[-1])
 
 
 class _RecordingPlan:

@@ -81,7 +81,7 @@ class ModelSampler:
         self._max_concurrent = max_concurrent
         self._cache_tokens = cache_tokens
         self.grammars = Grammars(policy.info, policy.vocabulary)
-        shape = policy.shape if policy.info.shares_prefixes else None
+        shape = policy.cache_shape if policy.info.shares_prefixes else None
         self._cache = KeyValueCache(shape, cache_tokens, policy.dtype, policy.device)
         self._graphs: DecodeGraphs | None = None
         if policy.info.shares_prefixes and policy.device.type == "cuda":
