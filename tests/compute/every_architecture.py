@@ -20,13 +20,14 @@ SIZES = {
     "q_lora_rank kv_lora_rank o_lora_rank mamba_d_head mamba_head_dim mamba_headdim mamba_chunk_size "
     "chunk_size hidden_size_per_layer_input",
     8: "qk_nope_head_dim qk_rope_head_dim state_size mamba_d_state ssm_state_size linear_key_head_dim "
-    "linear_value_head_dim index_n_heads index_head_dim sliding_window sliding_window_size "
+    "linear_value_head_dim linear_head_dim index_n_heads index_head_dim sliding_window sliding_window_size "
     "attention_window_size attention_chunk_size window_size",
     4: "num_experts num_local_experts n_routed_experts moe_num_experts num_routed_experts mamba_n_heads "
     "mamba_num_heads time_step_rank mamba_dt_rank",
     2: "num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads "
     "num_decoder_attention_heads num_encoder_attention_heads num_experts_per_tok num_experts_per_token moe_k "
-    "top_k_experts experts_per_token moe_topk moe_top_k linear_num_key_heads linear_num_value_heads",
+    "top_k_experts experts_per_token moe_topk moe_top_k linear_num_key_heads linear_num_value_heads "
+    "linear_num_heads",
     1: "num_key_value_heads multi_query_group_num kv_heads num_kv_heads n_shared_experts num_shared_experts "
     "moe_num_shared_experts n_group topk_group num_expert_group",
     28: "image_size",

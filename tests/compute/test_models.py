@@ -45,12 +45,6 @@ NO_CACHE = {
     "gemma3_window": "layers with a window of 8",
     "gemma2": "layers with scores capped at 5.0",
     "gpt_oss": "layers with sinks",
-    "mamba": "layers that carry a state: 2",
-    "lfm2": "layers that carry a state: 1",
-    "qwen3_next": "layers that carry a state: 1",
-    "falcon_h1": "layers that carry a state: 2",
-    "bamba": "layers that carry a state: 1",
-    "qwen3_5": "layers that carry a state: 1",
 }
 """Why a model that learns on forests is sampled row by row."""
 

@@ -200,7 +200,7 @@ def test_a_worker_samples_and_learns_such_a_model(folder_of: Callable[[str], Pat
     sent: list[Any] = []
     worker, policy = Rank(sent.append), PolicyId()
     info = worker.handle("add", policy, model, SamplerConfig())
-    assert not info.shares_prefixes and info.context_length == 8192
+    assert info.shares_prefixes and info.context_length == 8192
 
     def sample() -> tuple[list[float], set[int]]:
         sent.clear()

@@ -24,6 +24,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from agentjet.compute.attention import TILE, LayerCall, attend_part, flat_forward
 from agentjet.compute.cache import BLOCK, CacheRow, KeyValueCache
+from agentjet.compute.cached_states import StepRecurrence
 from agentjet.compute.policy import Policy, first_line
 
 log = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ class StepPlan:
     def __init__(self, spans: list[tuple[CacheRow, int]], positions: NDArray[np.int64], cache: KeyValueCache) -> None:
         """`positions` [N] belong to the tokens of all spans, in order."""
         self._cache = cache
+        self.recurrence: StepRecurrence | None = None
         device = cache.device
         blocks = [row.blocks[at // BLOCK] for row, n in spans for at in range(row.filled, row.filled + n)]
         self._block, self._slot = torch.tensor(blocks, device=device), torch.from_numpy(positions % BLOCK).to(device)
@@ -151,6 +153,7 @@ class PagedPlan:
     def __init__(self, cache: KeyValueCache, num_tokens: int, num_tiles: int, width: int) -> None:
         """A plan for up to `num_tokens` tokens. `num_tiles` is the number of tokens if each row computes one."""
         self._cache = cache
+        self.recurrence: StepRecurrence | None = None
         self._by_row = num_tiles == num_tokens
         device = cache.device
         sizes = [num_tokens] * 5 + [cache.num_blocks] * 2 + [num_tiles, num_tiles * width]
@@ -217,12 +220,26 @@ class PagedPlan:
         return attend(query.transpose(0, 1)[None], *whole, *tables, scale)[0].transpose(0, 1)
 
 
-def step_plan(spans: Sequence[tuple[CacheRow, int]], cache: KeyValueCache) -> PagedPlan:
-    """Returns the plan of a step with prompts."""
+def step_inputs(spans: list[tuple[CacheRow, int]], cache: KeyValueCache) -> tuple[Tensor, Tensor, StepPlan | PagedPlan]:
+    """Returns the next tokens [N] of some rows, their positions [N], and the plan of the step that computes them.
+
+    Rows of one token come first.
+    """
+    for row, n in spans:
+        cache.extend(row, row.filled + n)
     num_tokens = sum(n for _, n in spans)
-    plan = PagedPlan(cache, num_tokens, -(-num_tokens // TILE), cache.num_blocks)
-    plan.fill(spans)
-    return plan
+    if cache.device.type == "cuda":
+        paged = PagedPlan(cache, num_tokens, -(-num_tokens // TILE), cache.num_blocks)
+        paged.fill(spans)
+        inputs: tuple[Tensor, Tensor, StepPlan | PagedPlan] = paged.tokens, paged.positions, paged
+    else:
+        tokens = np.concatenate([row.tokens[row.filled : row.filled + n] for row, n in spans])
+        positions = np.concatenate([np.arange(row.filled, row.filled + n) for row, n in spans])
+        plan = StepPlan(spans, positions, cache)
+        inputs = torch.from_numpy(tokens).long(), torch.from_numpy(positions), plan
+    if cache.slots:
+        inputs[2].recurrence = StepRecurrence(cache.runs(spans), cache.slots, cache.device)
+    return inputs
 
 
 def _paged_attention(

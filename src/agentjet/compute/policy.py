@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, PreTrainedModel
 from transformers.utils.hub import cached_file
 
+from agentjet.compute.cached_states import StateShape
 from agentjet.config import bfloat16_is_faster
 from agentjet.config.loader import cache_dir, check_model_name
 from agentjet.errors import ConfigError
@@ -258,6 +259,8 @@ class Policy:
         """True if its learner computes each node of a forest once."""
         self.cache_shape: CacheShape = {}
         """Sizes of the sampler's cache, as the trial at load found them. Used if the sampler shares prefixes."""
+        self.state_shape: StateShape = {}
+        """Sizes of the states of recurrent layers, as the trial at load found them."""
         self.offloads_optimizer = False
         """True if its learner keeps masters and moments in the CPU's memory (`model.offload_optimizer`)."""
 
