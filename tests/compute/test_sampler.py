@@ -24,7 +24,7 @@ from agentjet.timeline.forest import EVERYTHING, decode_set
 from agentjet.types import SamplingParams
 from tests.compute.conftest import check_same, make_endless, make_policy, run, sampler_of, tokens
 
-STATEFUL = ("mistral", "mamba", "lfm2", "qwen3_next", "bamba")
+STATEFUL = ("mamba", "lfm2", "qwen3_next", "bamba")
 """Models that do not share prefixes: each row has a state."""
 
 
@@ -214,7 +214,7 @@ def test_requests_end_are_cancelled_and_are_refused(folder_of: Callable[[str], P
 
 
 @pytest.mark.parametrize("invalidates", [True, False])
-@pytest.mark.parametrize("kind", ["tiny", *STATEFUL[:-1]])
+@pytest.mark.parametrize("kind", ["tiny", "gemma3_window", *STATEFUL[:-1]])
 def test_the_cache_never_outlives_the_weights_that_filled_it(
     folder_of: Callable[[str], Path], kind: str, invalidates: bool
 ) -> None:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from agentjet.compute.attention import AttentionPlan, flat_forward
 from agentjet.compute.cache import CacheRow, KeyValueCache
-from agentjet.compute.cached_attention import DecodeGraphs, StepPlan, step_plan
+from agentjet.compute.cached_attention import DecodeGraphs, step_inputs
 from agentjet.compute.model import copied_modules
 from agentjet.compute.policy import PROBE_TOKENS, Policy, first_line, probe_tokens, tolerance
 from agentjet.compute.token_choice import Grammars, Guide, sample_tokens
@@ -229,23 +229,16 @@ class ModelSampler:
         """Compute the next tokens of each row and store their state; returns their hidden states in order."""
         if not self.policy.info.shares_prefixes:
             return torch.cat([self._forward_row(row, n) for row, n in spans])
-        for row, n in spans:
-            self._cache.extend(row, row.filled + n)
         self.num_computed += sum(n for _, n in spans)
         owners = [(row.owner, n) for row, n in spans]
         policy = owners[0][0] if all(owner is owners[0][0] for owner, _ in owners) else None
-        if self._graphs is not None:
-            if policy is not None and all(n == 1 for _, n in spans):
-                hidden = self._graphs.hidden(policy, [row for row, _ in spans])
-                if hidden is not None:
-                    return hidden
-            paged = step_plan(spans, self._cache)
-            inputs: tuple[Tensor, Tensor, AttentionPlan] = paged.tokens, paged.positions, paged
-        else:
-            tokens = np.concatenate([row.tokens[row.filled : row.filled + n] for row, n in spans])
-            positions = np.concatenate([np.arange(row.filled, row.filled + n) for row, n in spans])
-            plan = StepPlan(spans, positions, self._cache)
-            inputs = torch.from_numpy(tokens).long(), torch.from_numpy(positions), plan
+        if self._graphs is not None and policy is not None and all(n == 1 for _, n in spans):
+            for row, n in spans:
+                self._cache.extend(row, row.filled + n)
+            hidden = self._graphs.hidden(policy, [row for row, _ in spans])
+            if hidden is not None:
+                return hidden
+        inputs = step_inputs(spans, self._cache)
         if policy is not None:
             return flat_forward(policy.decoder, *inputs)
         if self._mixture is None:
