@@ -25,8 +25,8 @@ from agentjet.timeline.forest import EVERYTHING, decode_set
 from agentjet.types import SamplingParams
 from tests.compute.conftest import check_same, make_endless, make_policy, run, sampler_of, tokens
 
-STATEFUL = ("mistral", "mamba", "lfm2", "qwen3_next", "bamba")
-"""Models with a window or recurrent layers."""
+STATEFUL = ("mamba", "lfm2", "qwen3_next", "bamba")
+"""Models with recurrent layers."""
 
 
 def reference_logprobs(policy: Policy, prompt: np.ndarray, completion: list[int], temperature: float) -> list[float]:
@@ -221,7 +221,7 @@ def test_requests_end_are_cancelled_and_are_refused(folder_of: Callable[[str], P
 
 
 @pytest.mark.parametrize("invalidates", [True, False])
-@pytest.mark.parametrize("kind", ["tiny", *STATEFUL[:-1]])
+@pytest.mark.parametrize("kind", ["tiny", "gemma3_window", *STATEFUL[:-1]])
 def test_the_cache_never_outlives_the_weights_that_filled_it(
     folder_of: Callable[[str], Path], kind: str, invalidates: bool
 ) -> None:

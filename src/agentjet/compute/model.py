@@ -42,7 +42,7 @@ from agentjet.compute.attention import (
     forest_plan,
 )
 from agentjet.compute.cache import BLOCK, CacheRow, KeyValueCache
-from agentjet.compute.cached_attention import step_inputs
+from agentjet.compute.cached_attention import difference_beyond, step_inputs
 from agentjet.compute.cached_states import StateSlots
 from agentjet.compute.policy import (
     KeySizes,
@@ -381,7 +381,7 @@ def prefix_sharing_obstacles(policy: Policy, num_recurrent: int = 0) -> tuple[st
 
 def _kinds_by_config(config: Any, num_recurrent: int) -> list[AttentionKind] | str:
     """Returns the kind of attention of each layer, or the reason why a plan does not compute one of them."""
-    kinds, unknown = [], set[str]()
+    kinds, unknown, sharing = list[AttentionKind](), set[str](), getattr(config, "kv_sharing_modes", None)
     for kind, arguments in zip(*get_layer_types_and_kwargs(config), strict=True):
         window = arguments.get("sliding_window") or 0
         if kind in ("sliding_attention", "hybrid_sliding"):
@@ -390,6 +390,8 @@ def _kinds_by_config(config: Any, num_recurrent: int) -> list[AttentionKind] | s
             kinds.append(AttentionKind(chunk=window))
         elif kind == FULL or (num_recurrent and kind in RECURRENT):
             kinds.append(PLAIN)
+        elif kind == "dummy" and sharing and sharing[len(kinds)] == "reuse":  # It attends to the keys of a lower layer.
+            kinds.append(kinds[config.layer_types.index(config.layer_types[len(kinds)])])
         else:
             unknown.add(kind)
     if unknown:
@@ -441,14 +443,23 @@ def _by_trial(policy: Policy, kinds: list[AttentionKind], num_recurrent: int) ->
 
 
 def _sampling_obstacle(policy: Policy, calls: list[LayerCall]) -> str | None:
-    """Returns the reason why the sampler's cache, blocks of equal keys and values, does not hold a model's state."""
+    """Returns the reason why the sampler's steps do not compute a model's layers.
+
+    Boundary: any exception of a plan becomes a reason.
+    """
     policy.cache_shape = {call.layer: _sizes(call) for call in calls}
-    last = policy.info.context_length - 1
-    if any(sizes.key_dim != sizes.value_dim for sizes in policy.cache_shape.values()):
-        return f"keys and values of the sizes {', '.join(map(str, sorted({*policy.cache_shape.values()})))}"
-    if limits := {str(kind) for call in calls if (kind := call.kind.within(last)) != PLAIN}:
-        return f"layers with {', '.join(sorted(limits))}"
-    return "layers with sinks" if any(call.sinks is not None for call in calls) else None
+    tried, last = set[Any](), policy.info.context_length - 1
+    for call in calls:
+        kind = call.kind.within(last)
+        if (kind.window or kind.chunk) and (key := (kind, _sizes(call), call.query.shape[1])) not in tried:
+            tried.add(key)
+            try:
+                difference = difference_beyond(call, kind, policy.dtype)
+            except Exception as error:
+                return f"layer {call.layer} with {kind}: {type(error).__name__}: {first_line(error)}"
+            if not difference <= tolerance(policy.dtype, torch.zeros(2)):
+                return f"layer {call.layer} with {kind}: beyond it, a step's attention differs by {difference:.3f}"
+    return None
 
 
 def _sizes(call: LayerCall) -> KeySizes:
