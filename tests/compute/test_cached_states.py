@@ -25,7 +25,8 @@ from torch import Tensor
 from agentjet.compute import cache as cache_module
 from agentjet.compute import sampler as sampler_module
 from agentjet.compute.cache import BLOCK, CacheRow, KeyValueCache
-from agentjet.compute.cached_states import StateSlots
+from agentjet.compute.cached_attention import PagedPlan, Spans, paged_inputs
+from agentjet.compute.cached_states import StateSlots, StepRecurrence
 from agentjet.compute.memory import STATES_PER_COMPLETION, recurrent_layers
 from agentjet.compute.model import BaseModel
 from agentjet.compute.policy import Policy
@@ -36,7 +37,17 @@ from tests.compute.conftest import check_same, make_endless, make_policy, model_
 from tests.compute.every_architecture import make_any
 
 KINDS = ("lfm2", "qwen3_next", "mamba", "bamba", "falcon_h1", "qwen3_5")
-MORE = ("mamba2", "falcon_mamba", "nemotron_h", "granitemoehybrid", "jamba", "kimi_linear", "olmo_hybrid", "lfm2_moe")
+MORE = (
+    "mamba2",
+    "falcon_mamba",
+    "nemotron_h",
+    "granitemoehybrid",
+    "jamba",
+    "kimi_linear",
+    "olmo_hybrid",
+    "lfm2_moe",
+    "lfm3",
+)
 """Kinds of `every_architecture`."""
 Request = tuple[np.ndarray, SamplingParams]
 Found = tuple[list[int], list[float]]
@@ -153,6 +164,29 @@ def test_long_prompts_are_cut_and_their_states_stored_on_the_way(
         check_plain(policy, part, run(sampler, part))
         assert sampler.num_computed - before == computed
         part = {5: (np.concatenate([requests[0][0][:200], tokens(9, 3)]), SamplingParams(max_tokens=2))}
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "mamba"])
+def test_the_plan_of_cuda_computes_the_same(
+    policy_of: Callable[[str], Policy], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU, with the tables that CUDA has."""
+
+    def paged(spans: Spans, cache: KeyValueCache) -> tuple[Tensor, Tensor, PagedPlan]:
+        assert cache.slots is not None
+        for row, count in spans:
+            cache.extend(row, row.filled + count)
+        inputs = paged_inputs(spans, cache)
+        inputs[2].recurrence = StepRecurrence(cache.runs(spans), cache.slots, cache.device)
+        return inputs
+
+    monkeypatch.setattr(sampler_module, "step_inputs", paged)
+    policy = policy_of(kind)
+    sampler, requests = ModelSampler(policy, 8, 2048), groups(2, 3)
+    for _ in range(2):
+        found = run(sampler, requests)
+        check_plain(policy, requests, found)
+        requests = next_turn(requests, found)
 
 
 def test_a_template_that_rewrites_the_end_of_a_prompt_costs_few_tokens(policy_of: Callable[[str], Policy]) -> None:
