@@ -19,6 +19,7 @@ from agentjet.compute.memory import (
     rank_need,
     replica_need,
     size_from_config,
+    states_need,
 )
 from agentjet.errors import ConfigError
 
@@ -45,6 +46,19 @@ GB = 10**9
 def test_parameters_of_known_models() -> None:
     assert size_from_config(LLAMA_8B).num_parameters == 8_030_261_248
     assert size_from_config(SMOLLM2).num_parameters == 134_515_008
+
+
+def test_states_of_a_hybrid() -> None:
+    """Qwen3-Next-80B: a fourth of its layers have keys; the others have 32 heads of 128 x 128, and 3 inputs of 8192."""
+    linear = {f"linear_{part}_head_dim": 128 for part in ("key", "value")}
+    linear |= {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_conv_kernel_dim": 4}
+    config = {"hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 16, "num_key_value_heads": 2}
+    config |= {"head_dim": 256, "vocab_size": 151936, "intermediate_size": 5120, "full_attention_interval": 4}
+    size = size_from_config(config | linear)
+    assert size.cache_values == 2 * 12 * 2 * 256
+    assert size.state_values == 36 * (32 * 128 * 128 + 3 * 8192)
+    assert states_need(size, max_concurrent=64) == 4 * size.state_values * 2 * 64
+    assert size_from_config(SMOLLM2).state_values == states_need(size_from_config(SMOLLM2), 64) == 0
 
 
 def test_activations_as_measured() -> None:

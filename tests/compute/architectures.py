@@ -13,11 +13,10 @@ MORE = ("qwen2", "phi3", "olmo2", "mixtral", "qwen3_moe")
 """More of the same, with biases, fused projections, other norms, and experts."""
 WRAPPERS = ("qwen3_vl", "qwen2_5_vl", "gemma3_vl", "llava", "mistral3", "smolvlm", "internvl", "qwen3_5", "llama4_vl")
 """Models that read images, too; text alone is sampled and learned."""
-ROWS = (
-    *("mistral", "gemma2", "gemma3_window", "gpt_oss", "mamba", "lfm2", "qwen3_next", "falcon_h1", "bamba"),
-    *("llama4", "recurrent_gemma"),
-)
-"""State that cannot branch: windows, soft caps, sinks, recurrences, convolutions, and mixtures."""
+ATTENTION = ("mistral", "gemma2", "gemma3_window", "gemma3n", "gemma4", "gpt_oss", "deepseek_v3", "llama4")
+"""Windows, soft caps, sinks, chunks, keys that layers share, values narrower than keys, layers of different sizes."""
+ROWS = (*ATTENTION, "mamba", "lfm2", "qwen3_next", "falcon_h1", "bamba", "recurrent_gemma")
+"""The same, and recurrences, convolutions, and mixtures."""
 
 
 def make_architecture(folder: Path, kind: str, *, seed: int = 0, **changes: Any) -> Path:
@@ -41,7 +40,7 @@ def make_architecture(folder: Path, kind: str, *, seed: int = 0, **changes: Any)
         config = getattr(transformers, f"{name}Config")(**settings)
         model_class = getattr(transformers, f"{name}ForConditionalGeneration")
     else:
-        config_name = f"{name}TextConfig" if name in ("Gemma3", "Llama4") else f"{name}Config"
+        config_name = f"{name}TextConfig" if name in ("Gemma3", "Gemma3n", "Gemma4", "Llama4") else f"{name}Config"
         config = getattr(transformers, config_name)(**vocabulary, **settings)
         model_class = getattr(transformers, f"{name}ForCausalLM")
     with torch.random.fork_rng():
@@ -89,7 +88,37 @@ def _config(kind: str) -> tuple[str, dict[str, Any]]:
         "mamba_chunk_size": 16,
         "lm_head_multiplier": 0.4,
     }
-    of_llama4 = {"intermediate_size_mlp": 64, "num_local_experts": 2, "num_experts_per_tok": 1}
+    of_llama4 = {
+        "intermediate_size_mlp": 64,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+        "attention_chunk_size": 8,
+        "layer_types": ["chunked_attention", "full_attention"],
+    }
+    of_mla = {
+        "num_key_value_heads": 2,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 8,
+        "moe_intermediate_size": 16,
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+    }
+    sharing = {
+        "sliding_window": 8,
+        "num_hidden_layers": 4,
+        "layer_types": mixed * 2,
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": tokenizer().get_vocab_size(),
+    }
+    of_gemma3n = {**sharing, "laurel_rank": 4, "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0]}
+    wide = {"head_dim": 32, "num_key_value_heads": 2}
     of_gpt_oss = {"num_local_experts": 2, "num_experts_per_tok": 1}
     of_mamba = {"hidden_size": 32, "state_size": 4, "num_hidden_layers": 2, "time_step_rank": 4}
     of_bamba = {
@@ -110,6 +139,9 @@ def _config(kind: str) -> tuple[str, dict[str, Any]]:
         "gemma": ("Gemma", heads),
         "gemma3": ("Gemma3", {**heads, "layer_types": ["full_attention"] * 2}),
         "gemma3_window": ("Gemma3", {**heads, "sliding_window": 8, "layer_types": mixed}),
+        "gemma3n": ("Gemma3n", {**heads, **of_gemma3n}),
+        "gemma4": ("Gemma4", {**heads, **sharing, "per_layer_config": {"01": wide, "03": wide}}),
+        "deepseek_v3": ("DeepseekV3", {**common, **of_mla}),
         "gemma2": ("Gemma2", {**heads, "layer_types": ["full_attention"] * 2, "attn_logit_softcapping": 5.0}),
         "granite": ("Granite", {**common, "logits_scaling": 3.0}),
         "mistral": ("Mistral", {**heads, "sliding_window": 8}),

@@ -20,13 +20,14 @@ SIZES = {
     "q_lora_rank kv_lora_rank o_lora_rank mamba_d_head mamba_head_dim mamba_headdim mamba_chunk_size "
     "chunk_size hidden_size_per_layer_input",
     8: "qk_nope_head_dim qk_rope_head_dim state_size mamba_d_state ssm_state_size linear_key_head_dim "
-    "linear_value_head_dim index_n_heads index_head_dim sliding_window sliding_window_size "
+    "linear_value_head_dim linear_head_dim index_n_heads index_head_dim sliding_window sliding_window_size "
     "attention_window_size attention_chunk_size window_size",
     4: "num_experts num_local_experts n_routed_experts moe_num_experts num_routed_experts mamba_n_heads "
     "mamba_num_heads time_step_rank mamba_dt_rank",
     2: "num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads "
     "num_decoder_attention_heads num_encoder_attention_heads num_experts_per_tok num_experts_per_token moe_k "
-    "top_k_experts experts_per_token moe_topk moe_top_k linear_num_key_heads linear_num_value_heads",
+    "top_k_experts experts_per_token moe_topk moe_top_k linear_num_key_heads linear_num_value_heads "
+    "linear_num_heads",
     1: "num_key_value_heads multi_query_group_num kv_heads num_kv_heads n_shared_experts num_shared_experts "
     "moe_num_shared_experts n_group topk_group num_expert_group",
     28: "image_size",
@@ -42,10 +43,11 @@ LAYERS = [
 VOCABULARIES = ("vocab_size", "vocab_size_per_layer_input")
 MROPE = {"mrope_section": [4, 2, 2], "partial_rotary_factor": 1.0, "rope_type": "default", "rope_theta": 10000.0}
 OF_MROPE = {"text_config": {"head_dim": 16, "partial_rotary_factor": 1.0, "rope_parameters": MROPE}}
-OF_MLA = {"head_dim": 8, "qk_head_dim": 16, "num_key_value_heads": 2}
+OF_MLA = {"head_dim": 8, "qk_head_dim": 16, "v_head_dim": 8, "num_key_value_heads": 2}
 NAMED_HEADS = {"head_dim": 16, "num_experts": 4, "moe_topk": 2, "moe_intermediate_size": 16}
 CHANGES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("deepseek_v3", "axk1", "axk2", "deepseek_v32", "glm_moe_dsa", "longcat_flash", "youtu"), OF_MLA),
+    "glm4_moe_lite": OF_MLA,
     **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral"), NAMED_HEADS),
     **dict.fromkeys(
         ("qwen2_5_vl", "qwen2_vl", "glm4v", "glm46v", "glm_ocr", "glmga", "glm4v_moe", "paddleocr_vl"), OF_MROPE
@@ -54,6 +56,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "qwen2_5_omni_thinker": OF_MROPE,
     "deepseek_v2": {**OF_MLA, "n_routed_experts": 4, "num_experts_per_tok": 2, "topk_method": "greedy"},
     "diffllama": {"num_key_value_heads": 2},
+    "gemma3n_text": {"intermediate_size": 64, "activation_sparsity_pattern": [0.5, 0.0], "num_kv_shared_layers": 0},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "mamba2": {"num_heads": 4, "head_dim": 16, "expand": 2, "n_groups": 1},
     "nemotron_h": {"mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 1},

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from agentjet.compute.cache import BLOCK, CacheRow, KeyValueCache
-from agentjet.compute.policy import CacheShape, Policy
+from agentjet.compute.policy import KeySizes, Policy
 from agentjet.compute.sampler import ModelSampler
 from agentjet.types import SamplingParams
 from tests.compute.conftest import check_same, make_endless, run, tokens
@@ -27,7 +27,7 @@ def policy(tiny_folder: Path) -> Policy:
 
 
 def make_cache(num_blocks: int) -> KeyValueCache:
-    return KeyValueCache(CacheShape(1, 1, 4), num_blocks * BLOCK, torch.float32, torch.device("cpu"))
+    return KeyValueCache({0: KeySizes(1, 4, 4)}, num_blocks * BLOCK, torch.float32, torch.device("cpu"))
 
 
 def sampled_first(sampler: ModelSampler, steps: int = 200) -> list[int]:
@@ -157,7 +157,7 @@ def test_where_a_row_lies_and_what_a_block_held_before_does_not_show(policy: Pol
     if blocks == "in no order":
         sampler._cache._free = sampler._cache._free[::2]  # a heap still
     else:
-        for stored in (sampler._cache.keys, sampler._cache.values):
+        for stored in sampler._cache.stored:
             stored.fill_(torch.nan)
     for _ in range(2):
         check_same(run(sampler, requests), expected, 1e-5)

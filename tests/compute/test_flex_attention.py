@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
 from agentjet.compute import cached_attention
+from agentjet.compute import sampler as sampler_module
 from agentjet.compute.attention import (
     PLAIN,
     TILE,
@@ -30,7 +31,7 @@ from agentjet.compute.attention import (
     tile_mask,
 )
 from agentjet.compute.cache import CacheRow, KeyValueCache
-from agentjet.compute.cached_attention import DecodeGraphs, PagedPlan
+from agentjet.compute.cached_attention import DecodeGraphs, PagedPlan, Spans, paged_inputs
 from agentjet.compute.policy import Policy
 from agentjet.compute.sampler import ModelSampler
 from agentjet.timeline.forest import Forest, build_forest, call_row
@@ -142,15 +143,17 @@ def test_a_cpu_keeps_the_forest_plan() -> None:
 
 @pytest.mark.thorough
 @pytest.mark.needs("compiler")
-def test_compiled_it_attends_by_its_table(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_compiled_it_attends_by_its_table(kind: AttentionKind, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without sinks: a kernel of a CPU returns no log-sum-exps."""
     for seed in range(2):
         forest = a_forest(seed)
         query, key, value = tensors(forest, CPU)
         plan = FlexPlan(forest, CPU)
         monkeypatch.setattr(plan, "_flex", compiled_flex())
         with torch.no_grad():
-            ours = plan.attend(LayerCall(0, query, key, value, 0.3))
-        assert torch.allclose(ours, ForestPlan(forest).attend(LayerCall(0, query, key, value, 0.3)), atol=1e-5)
+            ours = plan.attend(LayerCall(0, query, key, value, 0.3, kind))
+        assert torch.allclose(ours, ForestPlan(forest).attend(LayerCall(0, query, key, value, 0.3, kind)), atol=1e-5)
 
 
 @pytest.mark.gpu
@@ -176,7 +179,7 @@ class WithoutGraphs(DecodeGraphs):
 
     def __init__(self, cache: KeyValueCache) -> None:
         self.steps = 0
-        self._plan = PagedPlan(cache, SIZE, SIZE, cache.keys.shape[1])
+        self._plan = PagedPlan(cache, SIZE, SIZE, cache.num_blocks)
 
     def hidden(self, policy: Policy, rows: Sequence[CacheRow]) -> Tensor:
         self.steps += 1
@@ -185,6 +188,13 @@ class WithoutGraphs(DecodeGraphs):
 
     def forget(self, policy: Policy) -> None:
         pass
+
+
+def in_pages(spans: Spans, cache: KeyValueCache) -> tuple[Tensor, Tensor, PagedPlan]:
+    """The inputs of a step on CUDA."""
+    for row, count in spans:
+        cache.extend(row, row.filled + count)
+    return paged_inputs(spans, cache)
 
 
 def requests() -> dict[int, tuple[np.ndarray, SamplingParams]]:
@@ -205,10 +215,11 @@ def test_it_samples_what_the_plan_of_a_cpu_samples(
     wanted = run(ModelSampler(policy, SIZE, 4096), requests())
     sampler = ModelSampler(policy, SIZE, 4096)
     sampler._cache._free = sampler._cache._free[::2]  # a heap still: the blocks of a row are not neighbours
-    for stored in (sampler._cache.keys, sampler._cache.values):
+    for stored in sampler._cache.stored:
         stored.zero_()  # In eager mode all blocks are read, not only those that were taken.
     graphs = WithoutGraphs(sampler._cache)
     sampler._graphs = graphs
+    monkeypatch.setattr(sampler_module, "step_inputs", in_pages)
     if compiled:
         monkeypatch.setattr(cached_attention, "_paged_attention", torch.compile(cached_attention._paged_attention))
     found = run(sampler, requests())

@@ -47,7 +47,7 @@ SCHEMA = {
     "required": ["kind", "terms", "note"],
     "additionalProperties": False,
 }
-KINDS = ("llama", "lfm2")
+KINDS = ("llama", "recurrent_gemma")
 
 
 @pytest.fixture(scope="module", params=KINDS)

@@ -40,18 +40,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 
 NO_FOREST = {"recurrent_gemma": "layers of kind linear_attention"}
 """Why a model learns one row per timeline."""
-NO_CACHE = {
-    "mistral": "layers with a window of 8",
-    "gemma3_window": "layers with a window of 8",
-    "gemma2": "layers with scores capped at 5.0",
-    "gpt_oss": "layers with sinks",
-    "mamba": "layers that carry a state: 2",
-    "lfm2": "layers that carry a state: 1",
-    "qwen3_next": "layers that carry a state: 1",
-    "falcon_h1": "layers that carry a state: 2",
-    "bamba": "layers that carry a state: 1",
-    "qwen3_5": "layers that carry a state: 1",
-}
+NO_CACHE: dict[str, str] = {}
 """Why a model that learns on forests is sampled row by row."""
 
 

@@ -9,8 +9,7 @@
 
 from __future__ import annotations
 
-import json
-import shutil
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -68,14 +67,6 @@ def test_a_layer_that_attends_twice_shares_no_prefixes(folder_of: Callable[[str]
         assert "attend once each" in (prefix_sharing_obstacles(policy)[0] or "")
 
 
-def test_a_window_as_wide_as_the_context_branches(folder_of: Callable[[str], Path], tmp_path: Path) -> None:
-    folder = shutil.copytree(folder_of("mistral"), tmp_path / "wide")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "sliding_window": 40}))
-    for context_length, branches in ((40, True), (41, False)):
-        assert make_policy(folder, context_length=context_length).info.shares_prefixes == branches
-
-
 @pytest.mark.parametrize("kind", ["granite", "falcon_h1", "gemma2", "llama"])
 def test_logits_end_as_the_models_own(folder_of: Callable[[str], Path], kind: str) -> None:
     policy = make_policy(folder_of(kind))
@@ -111,7 +102,8 @@ def test_the_gradient_is_that_of_one_row_per_call(folder_of: Callable[[str], Pat
         baseline = Baseline(policy, rows, reference)
         whole = learner_gradient(policy, build_forest(rows), clip, reference)
         cut = learner_gradient(policy, build_forest(rows), gspo, reference, micro_batch_tokens=60)
-    bound = 1e-7 if kind == "recurrent_gemma" else 1e-9  # The gates of its recurrence are in float32 in any case.
+    # Gates of a recurrence and scores of a router are in float32 in any case.
+    bound = 1e-7 if kind in ("recurrent_gemma", "deepseek_v3") else 1e-9
     assert relative(whole, baseline.gradient(clip)) <= bound
     assert relative(cut, baseline.gradient(gspo)) <= bound
 
@@ -177,6 +169,7 @@ def test_a_cache_that_gives_other_numbers_or_fails_is_not_used(
 ) -> None:
     """A model that forgets what came before the tokens it is given, and one whose cache raises."""
     policy = make_endless(folder_of(kind))
+    policy.info = dataclasses.replace(policy.info, shares_prefixes=False)
     whole = policy.decoder.forward
 
     def lost(*_: Any) -> int:
@@ -200,7 +193,7 @@ def test_a_worker_samples_and_learns_such_a_model(folder_of: Callable[[str], Pat
     sent: list[Any] = []
     worker, policy = Rank(sent.append), PolicyId()
     info = worker.handle("add", policy, model, SamplerConfig())
-    assert not info.shares_prefixes and info.context_length == 8192
+    assert info.shares_prefixes and info.context_length == 8192
 
     def sample() -> tuple[list[float], set[int]]:
         sent.clear()

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from agentjet.compute import sampler as sampler_module
 from agentjet.compute.policy import Policy
 from agentjet.compute.sampler import ModelSampler
 from agentjet.compute.token_choice import sample_tokens, truncate
@@ -24,8 +25,8 @@ from agentjet.timeline.forest import EVERYTHING, decode_set
 from agentjet.types import SamplingParams
 from tests.compute.conftest import check_same, make_endless, make_policy, run, sampler_of, tokens
 
-STATEFUL = ("mistral", "mamba", "lfm2", "qwen3_next", "bamba")
-"""Models that do not share prefixes: each row has a state."""
+STATEFUL = ("mamba", "lfm2", "qwen3_next", "bamba")
+"""Models with recurrent layers."""
 
 
 def reference_logprobs(policy: Policy, prompt: np.ndarray, completion: list[int], temperature: float) -> list[float]:
@@ -137,6 +138,13 @@ def test_shared_prefixes_and_continuations_change_nothing(policy: Policy) -> Non
     assert first[0][1] == pytest.approx(reference_logprobs(policy, prompt, first[0][0], 1.0), abs=1e-4)
 
 
+def test_a_step_with_room_for_one_token_of_a_prompt_is_exact(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampler_module, "PROMPT_TOKENS", 48)
+    requests = {i: (tokens(i, 47 - i), SamplingParams(max_tokens=4, seed=i)) for i in range(3)}
+    for id, (chosen, logprobs) in run(ModelSampler(policy, 8, 8192), requests).items():
+        assert logprobs == pytest.approx(reference_logprobs(policy, requests[id][0], chosen, 1.0), abs=1e-4)
+
+
 def test_completions_that_part_without_room_wait_for_it(policy: Policy) -> None:
     policy.end_tokens = frozenset()
     crowded = ModelSampler(policy, 64, 384)  # three rows for eight completions that part at once
@@ -184,8 +192,7 @@ def test_each_token_in_context_is_computed_once_between_repeats_too(
     contexts = {
         tuple(np.concatenate([prompt, out[id][0]])[: n + 1]) for id, (prompt, _) in requests.items() for n in range(36)
     }
-    if kind != "bamba":  # Its cache is not used.
-        assert sampler.num_computed == len(contexts) < 0.5 * 36 * len(requests)
+    assert sampler.num_computed == len(contexts) < 0.5 * 36 * len(requests)
     for id, request in requests.items():
         check_same({id: out[id]}, run(ModelSampler(policy, 1, 4096), {id: request}), 1e-4)
 
@@ -214,7 +221,7 @@ def test_requests_end_are_cancelled_and_are_refused(folder_of: Callable[[str], P
 
 
 @pytest.mark.parametrize("invalidates", [True, False])
-@pytest.mark.parametrize("kind", ["tiny", *STATEFUL[:-1]])
+@pytest.mark.parametrize("kind", ["tiny", "gemma3_window", *STATEFUL[:-1]])
 def test_the_cache_never_outlives_the_weights_that_filled_it(
     folder_of: Callable[[str], Path], kind: str, invalidates: bool
 ) -> None:

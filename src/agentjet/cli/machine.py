@@ -29,7 +29,7 @@ from agentjet.types import DEFAULT_RUN, PolicyId
 
 if TYPE_CHECKING:
     from agentjet.compute.memory import Learning, ModelSize, Need
-    from agentjet.config import ComputeConfig, ModelConfig, ServeConfig
+    from agentjet.config import ComputeConfig, ModelConfig, SamplerConfig, ServeConfig
     from agentjet.protocol import ClusterView
 
 GB = 10**9
@@ -272,7 +272,7 @@ def _memory(settings: ServeConfig, policy: str, machine: Hardware) -> Iterator[C
     learning = Learning(2 if narrow else 4, trained, offload=on_gpu and model.offload_optimizer)
     if model.offload_optimizer and not on_gpu:
         yield "note", f"{policy}: model.offload_optimizer changes nothing, because it learns on CPUs"
-    fit = _Fit(policy, size, learning, settings.sampler.cache_tokens, machine, on_gpu)
+    fit = _Fit(policy, size, learning, settings.sampler, machine, on_gpu)
     yield from fit.cluster(compute) if compute.backend == "cluster" else fit.embedded()
     ranks = compute.ranks if compute.backend == "cluster" else 1
     yield fit.activations(settings.job.micro_batch_tokens, ranks, is_recomputed=model.activation_checkpointing)
@@ -316,7 +316,7 @@ class _Fit:
     policy: str
     size: ModelSize
     learning: Learning
-    cache_tokens: int
+    sampler: SamplerConfig
     machine: Hardware
     on_gpu: bool
 
@@ -326,10 +326,11 @@ class _Fit:
 
     def embedded(self) -> Iterator[Check]:
         """Yields what the worker needs: a learner with the sampler's cache."""
-        from agentjet.compute.memory import USABLE, replica_need
+        from agentjet.compute.memory import USABLE, replica_need, states_need
 
         value_bytes = self.learning.value_bytes
-        cache = replica_need(self.size, cache_tokens=self.cache_tokens, value_bytes=value_bytes).cache
+        cache = replica_need(self.size, cache_tokens=self.sampler.cache_tokens, value_bytes=value_bytes).cache
+        cache += states_need(self.size, self.sampler.max_concurrent)
         need = replace(self._rank(1, "gathered"), cache=cache)
         if self.learning.offload:  # Gradients move after each micro-batch: the device has them in the weights' type.
             need = replace(need, gradients=need.gradients * value_bytes // 4)
@@ -337,7 +338,8 @@ class _Fit:
             need = replace(need, optimizer=need.optimizer * 8 // 12)
         offload = "set model.offload_optimizer = true, " if self.on_gpu and not self.learning.offload else ""
         adapter = "" if self.learning.trained else "train an adapter (model.lora.rank), "
-        way_out = f"{adapter}{offload}lower sampler.cache_tokens, or set compute.backend = 'cluster'"
+        concurrent = " or sampler.max_concurrent" if self.size.state_values else ""
+        way_out = f"{adapter}{offload}lower sampler.cache_tokens{concurrent}, or set compute.backend = 'cluster'"
         yield self._finding("the worker", need, int(USABLE * self.device), way_out)
         yield from self._offloaded(need, 1)
 
@@ -360,7 +362,7 @@ class _Fit:
         yield from self._offloaded(rank, min(compute.ranks, len(self.machine.gpus)))
         replica = replica_need(
             self.size,
-            cache_tokens=self.cache_tokens,
+            cache_tokens=self.sampler.cache_tokens,
             tensor_parallel=compute.tensor_parallel,
             value_bytes=self.learning.value_bytes,
         )

@@ -140,24 +140,32 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 
 def attend_part(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None = None, *, causal: bool = False
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    mask: Tensor | None = None,
+    *,
+    causal: bool = False,
+    cap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Returns output [B, H, Q, D] and log-sum-exp [B, H, Q] of queries [B, H, Q, D], keys and values [B, H, L, D].
 
-    `mask` is added to the scores [B, H, Q, L]. Every query must see at least one key. All tensors are on a CPU.
+    `mask` is added to the scores [B, H, Q, L]. Every query must see at least one key. All tensors are on a CPU. Causal
+    parts have no cap, because the fused kernels have none.
     """
-    out, lse = _flash(query, key, value, 0.0, causal, attn_mask=mask, scale=scale)
-    return out, lse
-
-
-def attend_capped(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, cap: float, mask: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Returns `attend_part` with capped scores. The fused kernels have no cap."""
+    if not cap:
+        out, lse = _flash(query, key, value, 0.0, causal, attn_mask=mask, scale=scale)
+        return out, lse
     scores = cap * torch.tanh(query @ key.mT * (scale / cap))
     scores = (scores if mask is None else scores + mask).to(torch.promote_types(query.dtype, torch.float32))
     lse = scores.logsumexp(-1)
     return (scores - lse[..., None]).exp_().to(value.dtype) @ value, lse
+
+
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Returns outputs [..., E] with one more key of value 0; `lse` [...] is without it, `sinks` are its scores."""
+    return out * torch.sigmoid(lse - sinks)[..., None].to(out.dtype)
 
 
 def attend_capped_backward(
@@ -431,11 +439,7 @@ class _ForestAttention(torch.autograd.Function):
         for part in parts:
             own, mask = part.queries, None if part.mask is None else part.mask.to(query.dtype)
             seen = q[:, :, own], k[:, :, part.keys], v[:, :, part.keys]
-            if cap:
-                found = attend_capped(*seen, scale, cap, mask)
-            else:
-                found = attend_part(*seen, scale, mask, causal=part.causal)
-            _merge(merged[:, :, own], lse[:, :, own], *found)
+            _merge(merged[:, :, own], lse[:, :, own], *attend_part(*seen, scale, mask, causal=part.causal, cap=cap))
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, sinks, out, lse)
         ctx.scale, ctx.cap, ctx.parts = scale, cap, parts
@@ -496,6 +500,7 @@ TILE = 128
 """Edge of a tile of the mask on CUDA. Learning passes are padded to a multiple of it."""
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class FlexPlan:
@@ -526,14 +531,14 @@ class FlexPlan:
         inputs = (F.pad(x, (0, 0, 0, 0, 0, self._padding)) for x in (call.query, call.key, call.value))
         out = self._flex(
             *_heads_first(*inputs),
-            score_mod=soft_cap(kind.cap) if kind.cap else None,
+            score_mod=soft_cap(kind.cap, self._device) if kind.cap else None,
             block_mask=self._tiles[limits],
             scale=call.scale,
             enable_gqa=call.query.shape[1] != call.key.shape[1],
             return_aux=AuxRequest(lse=True) if call.sinks is not None else None,
         )
         if call.sinks is not None:
-            out = out[0] * torch.sigmoid(out[1].lse - call.sinks[:, None])[..., None].to(call.query.dtype)
+            out = with_sinks(out[0], out[1].lse, call.sinks[:, None])
         return cast(Tensor, out[0].transpose(0, 1)[: self._num_nodes])
 
     def take_computed(self) -> Carried:
@@ -543,11 +548,13 @@ class FlexPlan:
 
 
 @functools.cache
-def soft_cap(cap: float) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]:
+def soft_cap(cap: float, device: torch.device) -> ScoreMod:
     """Returns the score function of `flex_attention` for capped scores."""
+    with torch.inference_mode(False):  # An inference tensor could not be saved for a backward pass.
+        limit = torch.tensor(cap, device=device)  # The compiler of dynamic shapes refuses a number of a closure.
 
     def bend(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return cap * torch.tanh(score / cap)
+        return limit * torch.tanh(score / limit)
 
     return bend
 
@@ -559,13 +566,17 @@ def forest_plan(forest: Forest, device: torch.device, past: Carried | None = Non
 
 def forest_mask(end: Tensor, depth: Tensor, limits: AttentionKind) -> MaskMod:
     """Returns the mask function of a forest for `flex_attention`: a node sees its path, within limits."""
-    window, chunk = limits.window, limits.chunk
+    # Numbers of a closure would be symbols of a compiled kernel with dynamic shapes, which not all kernels take.
+    window, chunk = (
+        torch.tensor(limit, dtype=depth.dtype, device=depth.device) if limit else None
+        for limit in (limits.window, limits.chunk)
+    )
 
     def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         seen = (key <= query) & (query < end[key])
-        if window:
+        if window is not None:
             seen = seen & (depth[query] - depth[key] < window)
-        if chunk:
+        if chunk is not None:
             seen = seen & (depth[query] // chunk == depth[key] // chunk)
         return seen
 

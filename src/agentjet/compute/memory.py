@@ -24,6 +24,8 @@ MAX_HEADER = 100_000_000
 REPLICA_EXTRA = 2 * 2**30
 """Bytes of a replica on CUDA beside weights and cache: context, graphs, workspace. An estimate."""
 
+STATES_PER_COMPLETION = 2
+"""States of recurrent layers for each of `sampler.max_concurrent` completions: its own, and a stored prefix."""
 SHARED_BYTES = 160 * 2**20
 """Shared memory of a replica: the messages between vLLM's processes."""
 
@@ -42,6 +44,8 @@ class ModelSize:
     """Numbers between two layers for each token."""
     activations: int
     """Numbers that all layers keep of each token for the backward pass."""
+    state_values: int
+    """Numbers in the states of all recurrent layers for each sequence, in float32."""
     is_exact: bool
     """False if counted from the config: within a few percent for dense decoders."""
 
@@ -104,17 +108,60 @@ def size_from_config(config: dict[str, Any]) -> ModelSize:
     experts = config.get("num_experts") or config.get("num_local_experts") or 1
     inner = (config.get("moe_intermediate_size") if experts > 1 else None) or config["intermediate_size"]
     active = (config.get("num_experts_per_tok") or 1) if experts > 1 else 1
+    recurrent, state = recurrent_layers(config, layers)
     layer = attention + 3 * hidden * inner * experts + 2 * hidden + (hidden * experts if experts > 1 else 0)
     embeddings = vocabulary * hidden * (1 if config.get("tie_word_embeddings") else 2)
     return ModelSize(
         num_parameters=layers * layer + embeddings + hidden,
         layer_parameters=layers * layer,
         num_layers=layers,
-        cache_values=2 * layers * kv_heads * width,
+        cache_values=2 * (layers if config.get("model_type") == "falcon_h1" else layers - recurrent) * kv_heads * width,
+        state_values=recurrent * state,
         hidden=hidden,
         activations=layers * (7 * hidden + (heads + 2 * kv_heads) * width + 4 * inner * active),
         is_exact=False,
     )
+
+
+RECURRENT = ("linear_attention", "conv", "mamba", "hybrid")
+"""Names of recurrent layers in configs."""
+
+
+def recurrent_layers(config: dict[str, Any], layers: int) -> tuple[int, int]:
+    """Returns the number of recurrent layers, and the numbers in the state of one, with the inputs of its convolution.
+
+    The names are those of Qwen3-Next, Kimi Linear, LFM2, Mamba-2 (also in hybrids) and Mamba.
+    """
+
+    def first(*names: str) -> int:
+        return next((int(config[name]) for name in names if config.get(name)), 0)
+
+    kinds = config.get("layer_types") or config.get("layers_block_type")
+    attention = config.get("attn_layer_indices") or config.get("full_attn_idxs")
+    if interval := first("full_attention_interval", "attn_layer_period"):
+        attention = attention or range(layers // interval)
+    pattern = config.get("hybrid_override_pattern")
+    count = layers - len(attention) if attention else pattern.count("M") if pattern else layers
+    count = sum(kind in RECURRENT for kind in kinds) if kinds else count
+    inner = first("mamba_d_ssm", "d_inner") or (first("mamba_expand", "expand") or 2) * int(config["hidden_size"])
+    size = first("mamba_d_state", "ssm_state_size", "state_size")
+    convolution = (first("linear_conv_kernel_dim", "mamba_d_conv", "conv_kernel", "conv_L_cache") or 4) - 1
+    if heads := first("linear_num_value_heads"):
+        key, value = first("linear_key_head_dim"), first("linear_value_head_dim")
+        return count, heads * key * value + convolution * (2 * first("linear_num_key_heads") * key + heads * value)
+    if heads := first("linear_num_heads"):
+        return count, heads * first("linear_head_dim") * (first("linear_head_dim") + 3 * convolution)
+    if size and (heads := first("mamba_n_heads", "mamba_num_heads", "num_heads")):
+        inner = heads * (first("mamba_d_head", "mamba_head_dim", "head_dim") or inner // heads)
+        return count, inner * size + convolution * (inner + 2 * first("mamba_n_groups", "n_groups") * size)
+    if size:
+        return count, inner * (size + convolution)
+    return (count, convolution * int(config["hidden_size"])) if first("conv_L_cache") else (0, 0)
+
+
+def states_need(size: ModelSize, max_concurrent: int) -> int:
+    """Returns the bytes of the states of recurrent layers in the embedded sampler."""
+    return 4 * size.state_values * STATES_PER_COMPLETION * max_concurrent
 
 
 def parameters_in(file: Path) -> int:

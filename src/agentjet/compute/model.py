@@ -2,9 +2,10 @@
 
 A model shares prefixes if one prefix can be computed once for several continuations. Both conditions must hold:
 
-* By its config, every layer is full attention. A window that is not shorter than the context counts as full.
+* By its config, every layer is of a known kind. A window that is not shorter than the context counts as full attention.
 * A forward pass over a small forest under an attention plan gives the same result as the model row by row. The pass
-  finds what a config does not show: soft caps, sinks, biases, convolutions, unusual key and value sizes.
+  finds what a config does not show: soft caps, sinks, biases, convolutions, unusual key and value sizes. With recurrent
+  layers, the steps of the sampler over the same tokens give this result, too.
 
 Any other model samples and learns one row per timeline with its own attention. The result is the same, the cost higher.
 """
@@ -18,7 +19,7 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -40,7 +41,11 @@ from agentjet.compute.attention import (
     flat_forward,
     forest_plan,
 )
+from agentjet.compute.cache import BLOCK, CacheRow, KeyValueCache
+from agentjet.compute.cached_attention import difference_beyond, step_inputs
+from agentjet.compute.cached_states import StateSlots
 from agentjet.compute.policy import (
+    KeySizes,
     Policy,
     cached_folder,
     find_logit_transform,
@@ -121,6 +126,7 @@ class BaseModel:
             policy = Policy(_with_adapters(modules, lora), self.policy.info, self._folder)
         policy.logit_transform = self.policy.logit_transform
         policy.own_attention, policy.learns_forests = self.policy.own_attention, self.policy.learns_forests
+        policy.cache_shape, policy.state_shape = self.policy.cache_shape, self.policy.state_shape
         with (
             _refusing(f"model.lora.target_modules = {lora.target_modules!r}: an adapter there fails", OTHER_MODULES),
             policy.attention(policy.own_attention),
@@ -376,7 +382,7 @@ def prefix_sharing_obstacles(policy: Policy, num_recurrent: int = 0) -> tuple[st
 
 def _kinds_by_config(config: Any, num_recurrent: int) -> list[AttentionKind] | str:
     """Returns the kind of attention of each layer, or the reason why a plan does not compute one of them."""
-    kinds, unknown = [], set[str]()
+    kinds, unknown, sharing = list[AttentionKind](), set[str](), getattr(config, "kv_sharing_modes", None)
     for kind, arguments in zip(*get_layer_types_and_kwargs(config), strict=True):
         window = arguments.get("sliding_window") or 0
         if kind in ("sliding_attention", "hybrid_sliding"):
@@ -385,6 +391,8 @@ def _kinds_by_config(config: Any, num_recurrent: int) -> list[AttentionKind] | s
             kinds.append(AttentionKind(chunk=window))
         elif kind == FULL or (num_recurrent and kind in RECURRENT):
             kinds.append(PLAIN)
+        elif kind == "dummy" and sharing and sharing[len(kinds)] == "reuse":  # It attends to the keys of a lower layer.
+            kinds.append(kinds[config.layer_types.index(config.layer_types[len(kinds)])])
         else:
             unknown.add(kind)
     if unknown:
@@ -431,22 +439,111 @@ def _by_trial(policy: Policy, kinds: list[AttentionKind], num_recurrent: int) ->
         if not difference <= tolerance(policy.dtype, logits):
             reason = f"its attention differs from plain attention by {difference:.3f} in log-probability"
             return reason, reason
-    return None, _sampling_obstacle(policy, plan.calls, num_recurrent)
+    sampling = _sampling_obstacle(policy, plan.calls)
+    return None, sampling or (_stepwise_obstacle(policy, rows) if num_recurrent else None)
 
 
-def _sampling_obstacle(policy: Policy, calls: list[LayerCall], num_recurrent: int) -> str | None:
-    """Returns the reason why the sampler's cache, blocks of equal keys and values, does not hold a model's state."""
-    if num_recurrent:
-        return f"layers that carry a state: {num_recurrent}"
-    sizes = {(*call.key.shape[1:], call.value.shape[-1]) for call in calls}
-    if len(sizes) > 1 or len({*next(iter(sizes))[1:]}) > 1:
-        return f"keys and values of the sizes {', '.join(map(str, sorted(sizes)))}"
-    shape, last = policy.shape, policy.info.context_length - 1
-    if sizes != {(shape.kv_heads, shape.head_dim, shape.head_dim)}:
-        return f"keys and values of the sizes {sizes.pop()}, which its config does not have"
-    if limits := {str(kind) for call in calls if (kind := call.kind.within(last)) != PLAIN}:
-        return f"layers with {', '.join(sorted(limits))}"
-    return "layers with sinks" if any(call.sinks is not None for call in calls) else None
+def _sampling_obstacle(policy: Policy, calls: list[LayerCall]) -> str | None:
+    """Returns the reason why the sampler's steps do not compute a model's layers.
+
+    Boundary: any exception of a plan becomes a reason.
+    """
+    policy.cache_shape = {call.layer: _sizes(call) for call in calls}
+    tried, last = set[Any](), policy.info.context_length - 1
+    for call in calls:
+        kind = call.kind.within(last)
+        if (kind.window or kind.chunk) and (key := (kind, _sizes(call), call.query.shape[1])) not in tried:
+            tried.add(key)
+            try:
+                difference = difference_beyond(call, kind, policy.dtype)
+            except Exception as error:
+                return f"layer {call.layer} with {kind}: {type(error).__name__}: {first_line(error)}"
+            if not difference <= tolerance(policy.dtype, torch.zeros(2)):
+                return f"layer {call.layer} with {kind}: beyond it, a step's attention differs by {difference:.3f}"
+    return None
+
+
+def _sizes(call: LayerCall) -> KeySizes:
+    _, kv_heads, key_dim = call.key.shape
+    return KeySizes(kv_heads, key_dim, call.value.shape[-1])
+
+
+def _stepwise_obstacle(policy: Policy, rows: Sequence[np.ndarray]) -> str | None:
+    """Compare rows with a common prefix: by the steps of the sampler, and row by row by the model itself.
+
+    Boundary: any exception of the model's code in a step becomes a reason.
+    """
+    slots = StateSlots(2 * len(rows) + 1, policy.device)
+    try:
+        found = _by_steps(policy, rows, slots)
+        policy.state_shape = slots.shape
+        for row, hidden in zip(rows, found, strict=True):
+            ids = torch.from_numpy(row).long().to(policy.device)[None]
+            logits = cast(Any, policy.model)(input_ids=ids, use_cache=False).logits[0].float()
+            difference = float((policy.head(hidden).float().log_softmax(-1) - logits.log_softmax(-1)).abs().max())
+            if not difference <= tolerance(policy.dtype, logits):
+                with _recorded_layers(policy) as theirs:
+                    cast(Any, policy.decoder)(input_ids=ids, use_cache=False)
+                with _recorded_layers(policy) as ours:
+                    _by_steps(policy, [row], slots)
+                where = _first_difference(policy, ours, theirs)
+                return f"its steps differ from whole rows by {difference:.3f} in log-probability{where}"
+    except Exception as error:
+        return f"it does not run in steps: {type(error).__name__}: {first_line(error)}"
+    return None
+
+
+def _first_difference(policy: Policy, ours: list[list[Tensor]], theirs: list[list[Tensor]]) -> str:
+    for layer, (found, expected) in enumerate(zip(ours, theirs, strict=True)):
+        whole = torch.cat(expected)
+        difference = float((torch.cat(found) - whole).abs().max())
+        if not difference <= tolerance(policy.dtype, whole):
+            return f"; layer {layer} is the first that differs, by {difference:.3f}"
+    return ""
+
+
+def _by_steps(policy: Policy, rows: Sequence[np.ndarray], slots: StateSlots) -> list[Tensor]:
+    """Returns hidden states [T, hidden] of rows that begin with `PROBE_TRUNK` common tokens.
+
+    These are a prompt whose state is stored on the way. Then the rows branch: single tokens, then the rest at once.
+    """
+    cache = KeyValueCache(policy.cache_shape, BLOCK * len(rows), policy.dtype, policy.device, slots)
+
+    def computed(spans: list[tuple[CacheRow, int]]) -> list[Tensor]:
+        with policy.attention(ATTENTION):
+            hidden = flat_forward(policy.decoder, *step_inputs(spans, cache))
+        for row, count in spans:
+            cache.advance(row, count)
+        return list(torch.split(hidden, [count for _, count in spans]))
+
+    trunk = cache.acquire(rows[0][:PROBE_TRUNK], len(rows[0]))
+    assert trunk is not None
+    trunk.stops = {PROBE_TRUNK // 2: True}
+    found = [computed([(trunk, PROBE_TRUNK)]) * len(rows)]
+    active = [trunk, *(cache.branch(trunk) for _ in rows[1:])]
+    for row, tokens in zip(active, rows, strict=True):
+        assert row is not None
+        row.tokens[:], row.length = tokens, len(tokens)
+    while (left := trunk.num_missing) > 0:
+        found.append(computed([(row, 1 if left > 2 else left) for row in active if row]))
+    return [torch.cat(parts) for parts in zip(*found, strict=True)]
+
+
+@contextmanager
+def _recorded_layers(policy: Policy) -> Iterator[list[list[Tensor]]]:
+    """Context that yields the outputs [tokens, hidden] of each of the decoder's layers, one for each pass."""
+    layers = decoder_layers(policy, "model.name")
+    outputs: list[list[Tensor]] = [[] for _ in layers]
+
+    def record(kept: list[Tensor]) -> Callable[..., None]:
+        return lambda module, args, out: kept.append((out[0] if isinstance(out, tuple) else out).flatten(0, -2).float())
+
+    handles = [layer.register_forward_hook(record(kept)) for layer, kept in zip(layers, outputs, strict=True)]
+    try:
+        yield outputs
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 class _RecordingPlan:

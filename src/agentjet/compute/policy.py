@@ -16,7 +16,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, PreTrainedModel
 from transformers.utils.hub import cached_file
 
+from agentjet.compute.cached_states import StateShape
 from agentjet.config import bfloat16_is_faster
 from agentjet.config.loader import cache_dir, check_model_name
 from agentjet.errors import ConfigError
@@ -221,12 +222,16 @@ LogitTransform = Callable[[Tensor], Tensor]
 """Maps the product of hidden states and output embeddings to logits: identity, a scale or a soft cap."""
 
 
-class CacheShape(NamedTuple):
-    """Sizes of the sampler's cache. Every layer has keys and values of the same sizes."""
+class KeySizes(NamedTuple):
+    """Sizes of the keys and values of one layer."""
 
-    layers: int
     kv_heads: int
-    head_dim: int
+    key_dim: int
+    value_dim: int
+
+
+CacheShape = Mapping[int, KeySizes]
+"""Sizes by layer. A layer without attention has none."""
 
 
 class Policy:
@@ -252,15 +257,12 @@ class Policy:
         """The attention of rows that the model computes itself."""
         self.learns_forests = False
         """True if its learner computes each node of a forest once."""
+        self.cache_shape: CacheShape = {}
+        """Sizes of the sampler's cache, as the trial at load found them. Used if the sampler shares prefixes."""
+        self.state_shape: StateShape = {}
+        """Sizes of the states of recurrent layers, as the trial at load found them."""
         self.offloads_optimizer = False
         """True if its learner keeps masters and moments in the CPU's memory (`model.offload_optimizer`)."""
-
-    @property
-    def shape(self) -> CacheShape:
-        heads = self.config.num_attention_heads
-        kv_heads = getattr(self.config, "num_key_value_heads", None) or heads
-        head_dim = getattr(self.config, "head_dim", None) or self.config.hidden_size // heads
-        return CacheShape(int(self.config.num_hidden_layers), int(kv_heads), int(head_dim))
 
     @property
     def dtype(self) -> torch.dtype:

@@ -18,7 +18,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -33,6 +33,18 @@ States = dict[tuple[int, str], Tensor]
 
 Step = Callable[[list[Tensor], Tensor | None], tuple[Tensor, Tensor]]
 """Maps inputs [R, L, ...] and initial states [R, ...] to outputs [R, L, ...] and final states [R, ...]."""
+
+
+class RecurrencePlan(Protocol):
+    """Computes the recurrent layers of one forward pass over a flat row of tokens."""
+
+    def convolve(self, layer: int, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Returns [N, C] for inputs [N, C] and the weight [C, W] of a causal convolution by channel."""
+        ...
+
+    def scan(self, layer: int, inputs: Sequence[Tensor], step: Step) -> Tensor:
+        """Returns [N, ...] of a recurrence over inputs [N, ...]; a step must keep the state where its inputs are 0."""
+        ...
 
 
 class Recurrence:
@@ -53,7 +65,7 @@ class Recurrence:
             int(np.searchsorted(stops, above, side="right")) if above >= 0 else -1
             for above in (int(forest.parent[start]) for start, _ in self._runs)
         ]
-        self._batches = list(_batches(self._runs, self._above))
+        self._batches = list(batches(self._runs, self._above))
         self._windows: dict[int, NDArray[np.int64]] = {}
 
     def take_computed(self) -> States:
@@ -62,7 +74,6 @@ class Recurrence:
         return computed
 
     def convolve(self, layer: int, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Returns [N, C] for inputs [N, C] and the weight [C, W] of a causal convolution by channel."""
         past = self._past.get((layer, "convolution"))
         if past is None:
             past = inputs.new_zeros(weight.shape[1] - 1, inputs.shape[1])
@@ -75,7 +86,6 @@ class Recurrence:
         return out if bias is None else out + bias
 
     def scan(self, layer: int, inputs: Sequence[Tensor], step: Step) -> Tensor:
-        """Returns [N, ...] of a recurrence over inputs [N, ...]; a step must keep the state where its inputs are 0."""
         past = self._past.get((layer, "state"))
         finals: list[Tensor | None] = [None] * len(self._runs)
         outputs: list[Tensor] = [inputs[0]] * len(self._runs)
@@ -108,7 +118,7 @@ class Recurrence:
         return self._windows[width]
 
 
-def _batches(runs: Sequence[tuple[int, int]], above: Sequence[int]) -> Iterator[list[int]]:
+def batches(runs: Sequence[tuple[int, int]], above: Sequence[int]) -> Iterator[list[int]]:
     """Yields runs that are computed together: of one level, and of lengths within a factor of two."""
     level: list[int] = []
     for parent in above:  # A run stands after its parent.
@@ -129,7 +139,7 @@ def _padded(rows: Tensor, length: int) -> Tensor:
 class _Current(threading.local):
     """The pass and the recurrent layer that a thread computes."""
 
-    recurrence: Recurrence | None = None
+    recurrence: RecurrencePlan | None = None
     layer = 0
 
 
@@ -137,7 +147,7 @@ _current = _Current()
 
 
 @contextmanager
-def computing(recurrence: Recurrence | None) -> Iterator[None]:
+def computing(recurrence: RecurrencePlan | None) -> Iterator[None]:
     """Context in which the recurrent layers of this thread compute a forest; with None, rows as the model does."""
     before, _current.recurrence = _current.recurrence, recurrence
     try:
@@ -192,7 +202,7 @@ def _replaced(original: Callable[..., Any], ours: Callable[..., Any]) -> Callabl
 
 
 def _convolution(
-    recurrence: Recurrence,
+    recurrence: RecurrencePlan,
     layer: int,
     original: Callable[..., Any],
     hidden: Tensor,
@@ -207,8 +217,12 @@ def _convolution(
     return (F.silu(out) if activation else out).to(hidden.dtype).T[None]
 
 
+DELTA_RULE_CHUNK = 64
+"""Size of the chunks in `transformers`, and in kernels, which take no other one."""
+
+
 def _delta_rule(
-    recurrence: Recurrence,
+    recurrence: RecurrencePlan,
     layer: int,
     original: Callable[..., Any],
     query: Tensor,
@@ -225,6 +239,7 @@ def _delta_rule(
 
     def step(inputs: list[Tensor], states: Tensor | None) -> tuple[Tensor, Tensor]:
         q, k, v, gate, rate = inputs
+        options["chunk_size"] = _chunk_size(q, DELTA_RULE_CHUNK)
         found: tuple[Tensor, Tensor] = original(
             q, k, v, g=gate, beta=rate, initial_state=states, output_final_state=True, **options
         )
@@ -234,7 +249,7 @@ def _delta_rule(
 
 
 def _chunk_scan(
-    recurrence: Recurrence,
+    recurrence: RecurrencePlan,
     layer: int,
     original: Callable[..., Any],
     hidden: Tensor,
@@ -256,12 +271,18 @@ def _chunk_scan(
 
     def step(inputs: list[Tensor], states: Tensor | None) -> tuple[Tensor, Tensor]:
         x, steps, b, c = inputs
+        size = _chunk_size(x, chunk_size)
         found: tuple[Tensor, Tensor] = original(
-            x, steps, A, b, c, chunk_size=chunk_size, D=D, initial_states=states, return_final_states=True
+            x, steps, A, b, c, chunk_size=size, D=D, initial_states=states, return_final_states=True
         )
         return found
 
     return recurrence.scan(layer, [x[0] for x in (hidden, dt, B, C)], step)[None]
+
+
+def _chunk_size(inputs: Tensor, most: int) -> int:
+    """Returns the size of the chunks for inputs [R, L, ...]. The functions for CPUs pad a shorter run to a chunk."""
+    return most if inputs.is_cuda else min(most, 1 << (inputs.shape[1] - 1).bit_length())
 
 
 def _time_steps(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
@@ -270,7 +291,7 @@ def _time_steps(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
 
 
 def _selective_scan(
-    recurrence: Recurrence,
+    recurrence: RecurrencePlan,
     layer: int,
     original: Callable[..., Any],
     hidden: Tensor,

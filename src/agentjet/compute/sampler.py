@@ -26,7 +26,9 @@ from torch import Tensor, nn
 
 from agentjet.compute.attention import AttentionPlan, flat_forward
 from agentjet.compute.cache import CacheRow, KeyValueCache
-from agentjet.compute.cached_attention import DecodeGraphs, StepPlan, step_plan
+from agentjet.compute.cached_attention import DecodeGraphs, step_inputs
+from agentjet.compute.cached_states import StateSlots
+from agentjet.compute.memory import STATES_PER_COMPLETION
 from agentjet.compute.model import copied_modules
 from agentjet.compute.policy import PROBE_TOKENS, Policy, first_line, probe_tokens, tolerance
 from agentjet.compute.token_choice import Grammars, Guide, sample_tokens
@@ -81,10 +83,13 @@ class ModelSampler:
         self._max_concurrent = max_concurrent
         self._cache_tokens = cache_tokens
         self.grammars = Grammars(policy.info, policy.vocabulary)
-        shape = policy.shape if policy.info.shares_prefixes else None
-        self._cache = KeyValueCache(shape, cache_tokens, policy.dtype, policy.device)
+        shape = policy.cache_shape if policy.info.shares_prefixes else None
+        slots = None
+        if policy.info.shares_prefixes and policy.state_shape:
+            slots = StateSlots(STATES_PER_COMPLETION * max_concurrent, policy.device, policy.state_shape)
+        self._cache = KeyValueCache(shape, cache_tokens, policy.dtype, policy.device, slots)
         self._graphs: DecodeGraphs | None = None
-        if policy.info.shares_prefixes and policy.device.type == "cuda":
+        if policy.info.shares_prefixes and policy.device.type == "cuda" and not slots:
             self._graphs = DecodeGraphs(self._cache, max_concurrent, policy.info.context_length)
         self._state_name = None if policy.info.shares_prefixes else _state_name(policy)
         self._waiting: deque[RunningCompletion] = deque()
@@ -160,7 +165,7 @@ class ModelSampler:
             last = -1
             for row, count in spans:
                 last += count
-                row.filled += count
+                self._cache.advance(row, count)
                 if row.filled == row.length:
                     indices.append(last)
                     complete.append(row)
@@ -213,8 +218,8 @@ class ModelSampler:
     def _spans(self, rows: list[CacheRow]) -> list[tuple[CacheRow, int]]:
         """Returns the number of tokens that a step computes for each row.
 
-        Rows that miss one token come first, then prompts in order of arrival, `PROMPT_TOKENS` in total. A prompt is
-        cut only if the model shares prefixes: recurrent layers continue a state token by token.
+        Rows that compute one token come first, then prompts in order of arrival, `PROMPT_TOKENS` in total. A prompt is
+        cut only if the model shares prefixes: the cache of `transformers` continues a state token by token.
         """
         spans = [(row, 1) for row in rows if row.num_missing == 1]
         budget = PROMPT_TOKENS
@@ -223,29 +228,22 @@ class ModelSampler:
                 count = min(row.num_missing, budget) if self.policy.info.shares_prefixes else row.num_missing
                 spans.append((row, count))
                 budget -= count
-        return spans
+        return sorted(spans, key=lambda span: span[1] > 1)
 
     def _forward(self, spans: list[tuple[CacheRow, int]]) -> Tensor:
         """Compute the next tokens of each row and store their state; returns their hidden states in order."""
         if not self.policy.info.shares_prefixes:
             return torch.cat([self._forward_row(row, n) for row, n in spans])
-        for row, n in spans:
-            self._cache.extend(row, row.filled + n)
         self.num_computed += sum(n for _, n in spans)
         owners = [(row.owner, n) for row, n in spans]
         policy = owners[0][0] if all(owner is owners[0][0] for owner, _ in owners) else None
-        if self._graphs is not None:
-            if policy is not None and all(n == 1 for _, n in spans):
-                hidden = self._graphs.hidden(policy, [row for row, _ in spans])
-                if hidden is not None:
-                    return hidden
-            paged = step_plan(spans, self._cache)
-            inputs: tuple[Tensor, Tensor, AttentionPlan] = paged.tokens, paged.positions, paged
-        else:
-            tokens = np.concatenate([row.tokens[row.filled : row.filled + n] for row, n in spans])
-            positions = np.concatenate([np.arange(row.filled, row.filled + n) for row, n in spans])
-            plan = StepPlan(spans, positions, self._cache)
-            inputs = torch.from_numpy(tokens).long(), torch.from_numpy(positions), plan
+        if self._graphs is not None and policy is not None and all(n == 1 for _, n in spans):
+            for row, n in spans:
+                self._cache.extend(row, row.filled + n)
+            hidden = self._graphs.hidden(policy, [row for row, _ in spans])
+            if hidden is not None:
+                return hidden
+        inputs = step_inputs(spans, self._cache)
         if policy is not None:
             return flat_forward(policy.decoder, *inputs)
         if self._mixture is None:
@@ -446,6 +444,7 @@ class _MixedLayer(nn.Module):
     def __init__(self, base: nn.Module) -> None:
         super().__init__()
         self.base = base
+        self.weight, self.bias = base.weight, base.bias  # Mamba multiplies one of its matrices itself.
         self.down: Tensor | None = None
         self.up: Tensor | None = None
         self.outside: Tensor | None = None

@@ -369,7 +369,8 @@ class SamplerConfig(Section):
     max_concurrent: Int64 = Field(64, ge=1, le=4096)
     """Completions sampled at the same time. Further calls wait in a queue."""
     cache_tokens: Int64 = Field(65536, ge=256)
-    """Size of the KV cache over all conversations, in tokens. On CUDA its memory is reserved at the start."""
+    """Size of the KV cache over all conversations, in tokens. On CUDA its memory is reserved at the start. Recurrent
+    layers have 2 states for each of `max_concurrent` completions, and this size does not change their number."""
 
 
 class ServerConfig(Section):
