@@ -162,7 +162,9 @@ class _Singles:
         ]
         out, lse = (torch.cat(part) for part in zip(*found, strict=True))
         if self._longest == 1:
-            merged, whole = (torch.empty_like(x).index_copy_(0, self._owner, x) for x in (out, lse))
+            merged, whole = torch.empty_like(out).index_copy_(0, self._owner, out), lse
+            if call.sinks is not None:
+                whole = torch.empty_like(lse).index_copy_(0, self._owner, lse)
         else:
             by_row = lse.new_full((len(query), self._longest, *lse.shape[1:]), -torch.inf)
             by_row[self._owner, self._ordinal] = lse
@@ -301,9 +303,8 @@ def step_inputs(spans: Spans, cache: KeyValueCache) -> tuple[Tensor, Tensor, Ste
     """Returns the next tokens [N] of some rows, their positions [N], and the plan of the step that computes them."""
     for row, n in spans:
         cache.extend(row, row.filled + n)
-    inputs: tuple[Tensor, Tensor, StepPlan | PagedPlan]
     if cache.device.type == "cuda":
-        inputs = paged_inputs(spans, cache)
+        inputs: tuple[Tensor, Tensor, StepPlan | PagedPlan] = paged_inputs(spans, cache)
     else:
         tokens = np.concatenate([row.tokens[row.filled : row.filled + n] for row, n in spans])
         positions = np.concatenate([np.arange(row.filled, row.filled + n) for row, n in spans])

@@ -439,12 +439,12 @@ def _by_trial(policy: Policy, kinds: list[AttentionKind], num_recurrent: int) ->
         if not difference <= tolerance(policy.dtype, logits):
             reason = f"its attention differs from plain attention by {difference:.3f} in log-probability"
             return reason, reason
-    sampling = _sampling_obstacle(policy, plan.calls)
-    return None, sampling or (_stepwise_obstacle(policy, rows) if num_recurrent else None)
+    slots = StateSlots(2 * len(rows) + 1, policy.device) if num_recurrent else None
+    return None, _sampling_obstacle(policy, plan.calls) or _stepwise_obstacle(policy, rows, slots)
 
 
 def _sampling_obstacle(policy: Policy, calls: list[LayerCall]) -> str | None:
-    """Returns the reason why the sampler's steps do not compute a model's layers.
+    """Returns the reason why a step does not compute the attention of a layer beyond its window or chunk.
 
     Boundary: any exception of a plan becomes a reason.
     """
@@ -468,15 +468,14 @@ def _sizes(call: LayerCall) -> KeySizes:
     return KeySizes(kv_heads, key_dim, call.value.shape[-1])
 
 
-def _stepwise_obstacle(policy: Policy, rows: Sequence[np.ndarray]) -> str | None:
+def _stepwise_obstacle(policy: Policy, rows: Sequence[np.ndarray], slots: StateSlots | None) -> str | None:
     """Compare rows with a common prefix: by the steps of the sampler, and row by row by the model itself.
 
     Boundary: any exception of the model's code in a step becomes a reason.
     """
-    slots = StateSlots(2 * len(rows) + 1, policy.device)
     try:
         found = _by_steps(policy, rows, slots)
-        policy.state_shape = slots.shape
+        policy.state_shape = slots.shape if slots else {}
         for row, hidden in zip(rows, found, strict=True):
             ids = torch.from_numpy(row).long().to(policy.device)[None]
             logits = cast(Any, policy.model)(input_ids=ids, use_cache=False).logits[0].float()
@@ -502,7 +501,7 @@ def _first_difference(policy: Policy, ours: list[list[Tensor]], theirs: list[lis
     return ""
 
 
-def _by_steps(policy: Policy, rows: Sequence[np.ndarray], slots: StateSlots) -> list[Tensor]:
+def _by_steps(policy: Policy, rows: Sequence[np.ndarray], slots: StateSlots | None) -> list[Tensor]:
     """Returns hidden states [T, hidden] of rows that begin with `PROBE_TRUNK` common tokens.
 
     These are a prompt whose state is stored on the way. Then the rows branch: single tokens, then the rest at once.
