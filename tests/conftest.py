@@ -11,7 +11,9 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import typer.main
@@ -19,6 +21,9 @@ import typer.testing
 from hypothesis import settings
 
 from tests.needs import need
+
+if TYPE_CHECKING:
+    from tests.swarm.world import World
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # What is started in the background has it ignored, for good.
 gc.disable()  # until `pytest_collection_finish`
@@ -58,6 +63,27 @@ def pytest_collection_finish() -> None:
     """What was imported stays: the garbage collector, at a quarter of the suite's time, need not look through it."""
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture
+def make_world(tmp_path: Path) -> Iterator[Callable[..., World]]:
+    """Makes runs without a server, and closes their journals."""
+    worlds: list[World] = []
+
+    def make(**job: Any) -> World:
+        from tests.swarm.world import World
+
+        worlds.append(World(tmp_path / str(len(worlds)), **job))
+        return worlds[-1]
+
+    yield make
+    for world in worlds:
+        world.close()
+
+
+@pytest.fixture
+def world(make_world: Callable[..., World]) -> World:
+    return make_world()
 
 
 @pytest.fixture(scope="session")

@@ -17,6 +17,8 @@ from agentjet.server.learning import held_out_fall
 from tests.cli.test_commands import run
 from tests.fakes import running
 
+pytestmark = pytest.mark.anyio
+
 
 def step(reward: float) -> dict[str, float]:
     sizes = {"batch/episodes": 4.0, "batch/sampled_tokens": 100.0}
@@ -60,21 +62,18 @@ def reads_only(data_dir: Path) -> None:
     assert sorted(path.name for path in data_dir.iterdir()) == files
 
 
-def test_batches_that_were_undone_do_not_count(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        for _ in range(2):
-            async with running(tmp_path / "a", job={"checkpoint_every": 1, "keep_checkpoints": 9}) as up:
-                await up.batch()
-                await up.batch()
-                score = up.gateway.swarm.policy_version / 10
-                await up.gateway.versions.record_evaluation(
-                    EvaluationRequest(policy_version=round(10 * score), score=score, num_tasks=1, num_episodes=1)
-                )
-            if up.gateway.swarm.policy_version == 2:
-                roll_back(tmp_path / "a", "1")
-
-    asyncio.run(scenario())
-    found = read_runs([tmp_path / "a"]).runs[0].figures
+async def test_batches_that_were_undone_do_not_count(tmp_path: Path) -> None:
+    for _ in range(2):
+        async with running(tmp_path / "a", job={"checkpoint_every": 1, "keep_checkpoints": 9}) as up:
+            await up.batch()
+            await up.batch()
+            score = up.gateway.swarm.policy_version / 10
+            await up.gateway.versions.record_evaluation(
+                EvaluationRequest(policy_version=round(10 * score), score=score, num_tasks=1, num_episodes=1)
+            )
+        if up.gateway.swarm.policy_version == 2:
+            roll_back(tmp_path / "a", "1")
+    found = (await asyncio.to_thread(read_runs, [tmp_path / "a"])).runs[0].figures
     assert (found["policy_version"], found["batches"], found["episodes"]) == (5, 3, 12)
     assert found["reward_best_version"] == 1, "not 2, which was undone"
     assert (found["evaluations"], found["score_first"], found["score_best_version"]) == (1, 0.5, 5)
@@ -177,20 +176,16 @@ def test_an_undone_evaluation_has_no_part_in_the_choice_of_the_compared_tasks() 
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-def test_the_best_score_is_one_of_the_newest_held_out_tasks(reverse: bool, tmp_path: Path) -> None:
+async def test_the_best_score_is_one_of_the_newest_held_out_tasks(reverse: bool, tmp_path: Path) -> None:
     lists = [SAME, OTHER][:: -1 if reverse else 1]
-
-    async def scenario() -> None:
-        async with running(tmp_path / "a") as up:
-            for (name, task_list), score in ((lists[0], 0.9), (lists[1], 0.2), (lists[1], 0.1)):
-                request = EvaluationRequest(
-                    policy_version=0, score=score, num_tasks=4, num_episodes=4, name=name, task_list=task_list
-                )
-                answer = await up.gateway.versions.record_evaluation(request)
-            assert [one.best for one in answer] == [False, True, False]
-            assert held_out_fall(answer) == ""
-
-    asyncio.run(scenario())
+    async with running(tmp_path / "a") as up:
+        for (name, task_list), score in ((lists[0], 0.9), (lists[1], 0.2), (lists[1], 0.1)):
+            request = EvaluationRequest(
+                policy_version=0, score=score, num_tasks=4, num_episodes=4, name=name, task_list=task_list
+            )
+            answer = await up.gateway.versions.record_evaluation(request)
+        assert [one.best for one in answer] == [False, True, False]
+        assert held_out_fall(answer) == ""
 
 
 async def untrained(data_dir: Path) -> None:

@@ -41,6 +41,8 @@ from tests.cli.test_commands import run
 from tests.fakes import running
 from tests.server.serving import TOKEN, VIEWER, Served, serving
 
+pytestmark = pytest.mark.anyio
+
 STUDIES = Path(__file__).parents[2] / "docs" / "studies"
 LIVE_ONLY = {
     "state",
@@ -128,86 +130,76 @@ def test_a_run_is_read_while_it_is_written_and_after(tmp_path: Path) -> None:
     asyncio.run(check())
 
 
-def test_nothing_without_the_code_and_no_change_with_it(tmp_path: Path) -> None:
-    async def check() -> None:
-        await trained(tmp_path / "data")
-        async with looking(found_at(tmp_path / "data")) as (http, look):
-            key = http.headers.pop("Authorization")
-            for path in (
-                "/swarm/v1/status",
-                "/runs/data/swarm/v1/steps",
-                "/swarm/v1/look",
-                "/runs/none/swarm/v1/steps",
-            ):
-                assert (await read(http, path, 401))["code"] == "token_missing"
-            wrong = await http.post("/swarm/v1/sessions/exchange", json={"code": look.code[:-1]})
-            assert (wrong.status_code, wrong.json()["code"]) == (401, "code_invalid")
-            assert "open the one it printed" in wrong.json()["detail"]
-            assert (await http.post("/swarm/v1/sessions", json={"role": "viewer"})).json()["code"] == "no_tokens"
-            assert (await http.get("/", headers={"Host": "evil.example"})).json()["code"] == "host_not_allowed"
-            assert (await http.get("/")).status_code == 200, "the page itself has no data"
-            http.headers["Authorization"] = key
-            opened = await http.post("/swarm/v1/sessions/exchange", json={"code": look.code})
-            assert opened.json() | {"key": "", "expires": 0} == {
-                "key": "", "role": "viewer", "run": "data", "expires": 0, "live": False
-            }  # fmt: skip
-            assert (await http.put("/swarm/v1/job", json={})).status_code == 405
-            assert (await http.post("/swarm/v1/checkpoints")).status_code == 405
-            assert "there are: data" in (await read(http, "/runs/none/swarm/v1/steps", 404))["detail"]
-
-    asyncio.run(check())
+async def test_nothing_without_the_code_and_no_change_with_it(tmp_path: Path) -> None:
+    await trained(tmp_path / "data")
+    async with looking(found_at(tmp_path / "data")) as (http, look):
+        key = http.headers.pop("Authorization")
+        for path in (
+            "/swarm/v1/status",
+            "/runs/data/swarm/v1/steps",
+            "/swarm/v1/look",
+            "/runs/none/swarm/v1/steps",
+        ):
+            assert (await read(http, path, 401))["code"] == "token_missing"
+        wrong = await http.post("/swarm/v1/sessions/exchange", json={"code": look.code[:-1]})
+        assert (wrong.status_code, wrong.json()["code"]) == (401, "code_invalid")
+        assert "open the one it printed" in wrong.json()["detail"]
+        assert (await http.post("/swarm/v1/sessions", json={"role": "viewer"})).json()["code"] == "no_tokens"
+        assert (await http.get("/", headers={"Host": "evil.example"})).json()["code"] == "host_not_allowed"
+        assert (await http.get("/")).status_code == 200, "the page itself has no data"
+        http.headers["Authorization"] = key
+        opened = await http.post("/swarm/v1/sessions/exchange", json={"code": look.code})
+        assert opened.json() | {"key": "", "expires": 0} == {
+            "key": "", "role": "viewer", "run": "data", "expires": 0, "live": False
+        }  # fmt: skip
+        assert (await http.put("/swarm/v1/job", json={})).status_code == 405
+        assert (await http.post("/swarm/v1/checkpoints")).status_code == 405
+        assert "there are: data" in (await read(http, "/runs/none/swarm/v1/steps", 404))["detail"]
 
 
-def test_lists_and_comparisons(tmp_path: Path) -> None:
-    async def check() -> None:
-        await trained(tmp_path / "all" / "a b", lr=1e-5, batches=2)
-        await trained(tmp_path / "all" / "A-b", lr=2e-5)
-        async with looking(found_at(tmp_path / "all", STUDIES)) as (http, _):
-            listed = await read(http, "/swarm/v1/look")
-            assert [one["name"] for one in listed["runs"]] == ["a-b", "a-b-2"]
-            assert {one["steps"] for one in listed["runs"]} == {1, 2}
-            assert [one["name"] for one in listed["studies"]] == [
-                "digits",
-                "division",
-                "hackable",
-                "positives",
-                "turns",
-            ]
-            assert listed["studies"][2]["summary"]["verdicts"] == {"refuted": 1}
-            found = await read(http, "/swarm/v1/compare?runs=a-b,a-b-2")
-            assert list(found["settings"]) == ["job.optimizer.lr"]
-            printed = await asyncio.to_thread(read_runs, [Path(one["title"]) for one in found["runs"]])
-            assert [one["figures"] for one in found["runs"]] == [one.figures for one in printed.runs]
-            study = await read(http, "/swarm/v1/studies/digits")
-            assert study["study"]["findings"][0]["verdict"] == "supported"
-            assert study == await read(http, "/swarm/v1/studies/digits"), "it is read again only if it grew"
-            assert "there are: digits, division" in (await read(http, "/swarm/v1/studies/none", 404))["detail"]
-            assert "there are: a-b" in (await read(http, "/swarm/v1/compare?runs=none", 404))["detail"]
-            assert (await read(http, "/swarm/v1/compare", 422))["param"] == "runs"
-            many = ",".join(f"a-{number}" for number in range(9))
-            assert "at most 8" in (await read(http, f"/swarm/v1/compare?runs={many}", 400))["detail"]
-
-    asyncio.run(check())
+async def test_lists_and_comparisons(tmp_path: Path) -> None:
+    await trained(tmp_path / "all" / "a b", lr=1e-5, batches=2)
+    await trained(tmp_path / "all" / "A-b", lr=2e-5)
+    async with looking(found_at(tmp_path / "all", STUDIES)) as (http, _):
+        listed = await read(http, "/swarm/v1/look")
+        assert [one["name"] for one in listed["runs"]] == ["a-b", "a-b-2"]
+        assert {one["steps"] for one in listed["runs"]} == {1, 2}
+        assert [one["name"] for one in listed["studies"]] == [
+            "digits",
+            "division",
+            "hackable",
+            "positives",
+            "turns",
+        ]
+        assert listed["studies"][2]["summary"]["verdicts"] == {"refuted": 1}
+        found = await read(http, "/swarm/v1/compare?runs=a-b,a-b-2")
+        assert list(found["settings"]) == ["job.optimizer.lr"]
+        printed = await asyncio.to_thread(read_runs, [Path(one["title"]) for one in found["runs"]])
+        assert [one["figures"] for one in found["runs"]] == [one.figures for one in printed.runs]
+        study = await read(http, "/swarm/v1/studies/digits")
+        assert study["study"]["findings"][0]["verdict"] == "supported"
+        assert study == await read(http, "/swarm/v1/studies/digits"), "it is read again only if it grew"
+        assert "there are: digits, division" in (await read(http, "/swarm/v1/studies/none", 404))["detail"]
+        assert "there are: a-b" in (await read(http, "/swarm/v1/compare?runs=none", 404))["detail"]
+        assert (await read(http, "/swarm/v1/compare", 422))["param"] == "runs"
+        many = ",".join(f"a-{number}" for number in range(9))
+        assert "at most 8" in (await read(http, f"/swarm/v1/compare?runs={many}", 400))["detail"]
 
 
-def test_studies_alone(tmp_path: Path) -> None:
+async def test_studies_alone(tmp_path: Path) -> None:
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "study.json").write_text("{")
-
-    async def check() -> None:
-        async with looking(found_at(STUDIES / "digits", tmp_path)) as (http, _):
-            studies = (await read(http, "/swarm/v1/look"))["studies"]
-            assert [one["name"] for one in studies] == ["digits", "broken"]
-            assert "study.json is not valid JSON" in studies[1]["error"]
-            assert "is not valid JSON" in (await read(http, "/swarm/v1/studies/broken", 500))["detail"]
-            assert "no run" in (await read(http, "/swarm/v1/status", 404))["detail"]
-
-    asyncio.run(check())
+    async with looking(found_at(STUDIES / "digits", tmp_path)) as (http, _):
+        studies = (await read(http, "/swarm/v1/look"))["studies"]
+        assert [one["name"] for one in studies] == ["digits", "broken"]
+        assert "study.json is not valid JSON" in studies[1]["error"]
+        assert "is not valid JSON" in (await read(http, "/swarm/v1/studies/broken", 500))["detail"]
+        assert "no run" in (await read(http, "/swarm/v1/status", 404))["detail"]
 
 
-def test_a_journal_of_a_newer_version(tmp_path: Path) -> None:
-    asyncio.run(trained(tmp_path / "new"))
-    asyncio.run(trained(tmp_path / "old"))
+async def test_a_journal_of_a_newer_version(tmp_path: Path) -> None:
+    await trained(tmp_path / "new")
+    await trained(tmp_path / "old")
     with closing(sqlite3.connect(tmp_path / "new" / "runs" / "default" / "journal.sqlite")) as db, db:
         db.execute("UPDATE meta SET value = ? WHERE key = 'schema_version'", (SCHEMA_VERSION + 1,))
     refusal = (
@@ -215,14 +207,10 @@ def test_a_journal_of_a_newer_version(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match=refusal):
         found_at(tmp_path / "new")
-
-    async def check() -> None:
-        async with looking(found_at(tmp_path)) as (http, _):
-            runs = (await read(http, "/swarm/v1/look"))["runs"]
-            assert [(one["name"], bool(one["error"])) for one in runs] == [("new", True), ("old", False)]
-            assert (await read(http, "/runs/new/swarm/v1/steps", 500))["code"] == "journal_unreadable"
-
-    asyncio.run(check())
+    async with looking(found_at(tmp_path)) as (http, _):
+        runs = (await read(http, "/swarm/v1/look"))["runs"]
+        assert [(one["name"], bool(one["error"])) for one in runs] == [("new", True), ("old", False)]
+        assert (await read(http, "/runs/new/swarm/v1/steps", 500))["code"] == "journal_unreadable"
 
 
 def test_wrong_places_are_refused(tmp_path: Path) -> None:
@@ -246,45 +234,42 @@ def test_no_run_is_called_as_the_default_run_of_a_server(tmp_path: Path) -> None
     assert list(found_at(tmp_path / "default").runs) == ["default-2"]
 
 
-def test_a_run_of_another_server(tmp_path: Path) -> None:
-    async def check() -> None:
-        await trained(tmp_path / "local", lr=3e-5)
-        async with serving(tmp_path / "served") as served:
-            await served.run.batch()
-            found = found_at(served.url, tmp_path / "local", token=VIEWER)
-            name = next(iter(found.runs))
-            async with looking(found) as (http, _):
-                live = json.loads(served.run.gateway.status().model_dump_json())
-                changing = {"uptime": 0, "last_event": 0, "loop": None}
-                assert await read(http, f"/runs/{name}/swarm/v1/status") | changing == live | changing
-                steps = await read(http, f"/runs/{name}/swarm/v1/steps?limit=1&after=0")
-                assert steps["versions"] == [1]
-                assert (await read(http, f"/runs/{name}/swarm/v1/episodes/none", 404))["code"] == "episode_not_found"
-                listed = (await read(http, "/swarm/v1/look"))["runs"]
-                assert {one["name"]: one["is_served"] for one in listed} == {"local": False, name: True}
-                compared = await read(http, f"/swarm/v1/compare?runs=local,{name}")
-                assert compared["settings"] == {"job.optimizer.lr": [3e-5, 2e-5]}
-                refused = await http.post(f"/runs/{name}/swarm/v1/checkpoints")
-                assert (refused.status_code, "only reads" in refused.json()["detail"]) == (405, True)
-                for path in ("/events", "/%2e%2e/%2e%2e/metrics"):
-                    assert (await read(http, f"/runs/{name}/swarm/v1{path}", 404))["code"] == "not_found"
-                del http.headers["Authorization"]
-                await read(http, f"/runs/{name}/swarm/v1/status", 401)
-            async with looking(found_at(served.url, token="wrong")) as (http, _):
-                refusal = await read(http, "/swarm/v1/status", 502)
-                assert refusal["code"] == "token_refused" and "AGENTJET_TOKEN" in refusal["detail"]
-                assert "AGENTJET_TOKEN" in (await read(http, "/swarm/v1/look"))["runs"][0]["error"]
-        async with looking(found_at(served.url, token=VIEWER)) as (http, _):
-            assert (await read(http, "/swarm/v1/status", 503))["code"] == "server_unreachable"
-            compared = await read(http, f"/swarm/v1/compare?runs={name}", 503)
-            assert compared["code"] == "server_unreachable" and "start a server" in compared["detail"]
-        stranger = httpx.MockTransport(lambda _: httpx.Response(200, html="<script>alert(1)</script>"))
-        with pytest.raises(Later, match="which an AgentJet server does not send"):
-            await RemoteRun(served.url, VIEWER, transport=stranger).read("/status")
-        with pytest.raises(Later, match="no answer from"):
-            await RemoteRun(served.url, VIEWER).status()
-
-    asyncio.run(check())
+async def test_a_run_of_another_server(tmp_path: Path) -> None:
+    await trained(tmp_path / "local", lr=3e-5)
+    async with serving(tmp_path / "served") as served:
+        await served.run.batch()
+        found = found_at(served.url, tmp_path / "local", token=VIEWER)
+        name = next(iter(found.runs))
+        async with looking(found) as (http, _):
+            live = json.loads(served.run.gateway.status().model_dump_json())
+            changing = {"uptime": 0, "last_event": 0, "loop": None}
+            assert await read(http, f"/runs/{name}/swarm/v1/status") | changing == live | changing
+            steps = await read(http, f"/runs/{name}/swarm/v1/steps?limit=1&after=0")
+            assert steps["versions"] == [1]
+            assert (await read(http, f"/runs/{name}/swarm/v1/episodes/none", 404))["code"] == "episode_not_found"
+            listed = (await read(http, "/swarm/v1/look"))["runs"]
+            assert {one["name"]: one["is_served"] for one in listed} == {"local": False, name: True}
+            compared = await read(http, f"/swarm/v1/compare?runs=local,{name}")
+            assert compared["settings"] == {"job.optimizer.lr": [3e-5, 2e-5]}
+            refused = await http.post(f"/runs/{name}/swarm/v1/checkpoints")
+            assert (refused.status_code, "only reads" in refused.json()["detail"]) == (405, True)
+            for path in ("/events", "/%2e%2e/%2e%2e/metrics"):
+                assert (await read(http, f"/runs/{name}/swarm/v1{path}", 404))["code"] == "not_found"
+            del http.headers["Authorization"]
+            await read(http, f"/runs/{name}/swarm/v1/status", 401)
+        async with looking(found_at(served.url, token="wrong")) as (http, _):
+            refusal = await read(http, "/swarm/v1/status", 502)
+            assert refusal["code"] == "token_refused" and "AGENTJET_TOKEN" in refusal["detail"]
+            assert "AGENTJET_TOKEN" in (await read(http, "/swarm/v1/look"))["runs"][0]["error"]
+    async with looking(found_at(served.url, token=VIEWER)) as (http, _):
+        assert (await read(http, "/swarm/v1/status", 503))["code"] == "server_unreachable"
+        compared = await read(http, f"/swarm/v1/compare?runs={name}", 503)
+        assert compared["code"] == "server_unreachable" and "start a server" in compared["detail"]
+    stranger = httpx.MockTransport(lambda _: httpx.Response(200, html="<script>alert(1)</script>"))
+    with pytest.raises(Later, match="which an AgentJet server does not send"):
+        await RemoteRun(served.url, VIEWER, transport=stranger).read("/status")
+    with pytest.raises(Later, match="no answer from"):
+        await RemoteRun(served.url, VIEWER).status()
 
 
 # ---- open ------------------------------------------------------------------------------------------------------------

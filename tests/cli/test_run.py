@@ -39,6 +39,8 @@ from tests.client.test_command import ASKS, episode
 from tests.fakes import recent_episodes, saying
 from tests.server.serving import TOKEN, Served, serving
 
+pytestmark = pytest.mark.anyio
+
 AGENT = ASKS.replace("QUESTION", "'What is %s + %s?' % (sys.argv[1], sys.argv[2])")
 REWARD = """
 def score(task, result):
@@ -395,7 +397,7 @@ def test_files_that_change_while_they_are_copied(folder: Path, tmp_path: Path) -
     assert listing.stamp == code.listing().stamp
 
 
-def test_an_edited_program_is_taken_up_and_a_broken_one_rolled_back(tmp_path: Path, folder: Path) -> None:
+async def test_an_edited_program_is_taken_up_and_a_broken_one_rolled_back(tmp_path: Path, folder: Path) -> None:
     """Real time, real files: the program edits itself in its first episode, then somebody breaks it."""
     agent = folder / "agent.py"
 
@@ -406,35 +408,31 @@ def test_an_edited_program_is_taken_up_and_a_broken_one_rolled_back(tmp_path: Pa
     fixed = text("0.75")
     edit = f"open({str(agent)!r}, 'w').write({fixed!r})"
     agent.write_text(text("0.25", edit))
-
-    async def scenario() -> dict[str, Any]:
-        reply = saying(lambda prompt: "hi")
-        job = {"batch_size": 1, "group_size": 2}
-        async with serving(tmp_path / "data", reply, job=job) as served:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "agentjet.cli", "run", "--url", served.url, "--token", TOKEN),
-                *("--task-file", "tasks.jsonl", "--reward", "stdout", "--steps", "8", "--concurrency", "2"),
-                *("--watch", "--json", "--", sys.executable, "agent.py", "{task.a}", "{task.b}"),
-                cwd=folder,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")},
-            )
-            rewards: list[float] = []
-            async with asyncio.timeout(120):
-                while process.returncode is None and 0.75 not in rewards:
-                    rewards = [e.reward for e in recent_episodes(served.run.gateway.swarm, 100) if e.reward is not None]
-                    await asyncio.sleep(0.01)
-                agent.write_text(broken)
-                out, err = await process.communicate()
-            assert process.returncode == 0, err.decode()
-            counts = served.run.gateway.swarm.queries.journal.outcomes()
-            assert counts["live"] == 0
-            assert counts["trained"] == 16
-        document: dict[str, Any] = json.loads(out)
-        return document
-
-    document = asyncio.run(scenario())
+    reply = saying(lambda prompt: "hi")
+    job = {"batch_size": 1, "group_size": 2}
+    async with serving(tmp_path / "data", reply, job=job) as served:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "agentjet.cli", "run", "--url", served.url, "--token", TOKEN),
+            *("--task-file", "tasks.jsonl", "--reward", "stdout", "--steps", "8", "--concurrency", "2"),
+            *("--watch", "--json", "--", sys.executable, "agent.py", "{task.a}", "{task.b}"),
+            cwd=folder,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")},
+        )
+        rewards: list[float] = []
+        async with asyncio.timeout(120):
+            while process.returncode is None and 0.75 not in rewards:
+                rewards = [e.reward for e in recent_episodes(served.run.gateway.swarm, 100) if e.reward is not None]
+                await asyncio.sleep(0.01)
+            agent.write_text(broken)
+            out, err = await process.communicate()
+        assert process.returncode == 0, err.decode()
+        counts = served.run.gateway.swarm.queries.journal.outcomes()
+        assert counts["live"] == 0
+        assert counts["trained"] == 16
+    document: dict[str, Any] = json.loads(out)
+    document = document
     assert [change["kind"] for change in document["code_changes"]] == ["loaded", "loaded", "rolled back"]
     assert "NameError: name 'crash' is not defined" in document["code_changes"][2]["why"]
     first, second, third = document["code_versions"].values()
@@ -443,36 +441,32 @@ def test_an_edited_program_is_taken_up_and_a_broken_one_rolled_back(tmp_path: Pa
     assert set(document["rewards"]) == {0.25, 0.75}, "no batch mixes the two"
 
 
-def test_a_run_that_is_ended_ends_its_programs(tmp_path: Path, folder: Path) -> None:
+async def test_a_run_that_is_ended_ends_its_programs(tmp_path: Path, folder: Path) -> None:
     pids = folder / "pids"
     pids.mkdir()
     (folder / "agent.py").write_text(
         f"import os, time; open({str(pids)!r} + f'/{{os.getpid()}}', 'w').close(); time.sleep(3600)"
     )
-
-    async def scenario() -> None:
-        async with serving(tmp_path / "data") as served:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "agentjet.cli", "run", "--url", served.url, "--token", TOKEN),
-                *("--task-file", "tasks.jsonl", "--reward", "stdout", "--concurrency", "2"),
-                *("--", sys.executable, "agent.py"),
-                cwd=folder,
-                stdout=asyncio.subprocess.DEVNULL,
-                stderr=asyncio.subprocess.PIPE,
-                env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")},
-                start_new_session=True,
-            )
-            async with asyncio.timeout(60):
-                while len(list(pids.iterdir())) < 2:
-                    await asyncio.sleep(0.01)
-                process.send_signal(signal.SIGTERM)
-                await process.communicate()
-            counts = served.run.gateway.swarm.queries.journal.outcomes()
-            assert (counts["live"], counts["aborted"]) == (0, 2)
-        for pid in pids.iterdir():
-            assert not Path(f"/proc/{pid.name}").exists()
-
-    asyncio.run(scenario())
+    async with serving(tmp_path / "data") as served:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "agentjet.cli", "run", "--url", served.url, "--token", TOKEN),
+            *("--task-file", "tasks.jsonl", "--reward", "stdout", "--concurrency", "2"),
+            *("--", sys.executable, "agent.py"),
+            cwd=folder,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")},
+            start_new_session=True,
+        )
+        async with asyncio.timeout(60):
+            while len(list(pids.iterdir())) < 2:
+                await asyncio.sleep(0.01)
+            process.send_signal(signal.SIGTERM)
+            await process.communicate()
+        counts = served.run.gateway.swarm.queries.journal.outcomes()
+        assert (counts["live"], counts["aborted"]) == (0, 2)
+    for pid in pids.iterdir():
+        assert not Path(f"/proc/{pid.name}").exists()
 
 
 @pytest.mark.parametrize(

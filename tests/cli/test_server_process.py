@@ -26,28 +26,27 @@ from tests.cli.test_commands import at, run
 from tests.fakes import running
 from tests.server.serving import ADMIN, Served
 
+pytestmark = pytest.mark.anyio
+
 TEAM = {"planner": {}, "coder": {"lora": {"rank": 4}}}
 
 
-def test_a_line_for_each_policy_and_for_each_step_of_every_run(
+async def test_a_line_for_each_policy_and_for_each_step_of_every_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async def scenario() -> None:
-        async with running(tmp_path / "d") as up:
-            printer = asyncio.create_task(server_process._print_runs(up.runs))
-            await up.runs.put("team", RunSettings(policies=TEAM))
-            team = up.of_run("team")
-            await team.gateway.engine.wait_until_up()
-            await asyncio.sleep(2 * server_process.NEW_RUN_SECONDS)
-            server_process._greet(up.gateway, "http://here", tmp_path / "d")
-            server_process._greet(team.gateway, "http://here", tmp_path / "d")
-            await up.batch()
-            await team.batch()
-            await up.runs.end("team")
-            await up.batch()
-            printer.cancel()
-
-    asyncio.run(scenario())
+    async with running(tmp_path / "d") as up:
+        printer = asyncio.create_task(server_process.print_runs(up.runs))
+        await up.runs.put("team", RunSettings(policies=TEAM))
+        team = up.of_run("team")
+        await team.gateway.engine.wait_until_up()
+        await asyncio.sleep(2 * server_process.NEW_RUN_SECONDS)
+        server_process.greet(up.gateway, "http://here", tmp_path / "d")
+        server_process.greet(team.gateway, "http://here", tmp_path / "d")
+        await up.batch()
+        await team.batch()
+        await up.runs.end("team")
+        await up.batch()
+        printer.cancel()
     lines = capsys.readouterr().out.splitlines()
     [plain] = [line for line in lines if line.startswith("Ready: ") and " parameters on " in line]
     assert plain.endswith("policy version 0.")
@@ -60,7 +59,7 @@ def test_a_line_for_each_policy_and_for_each_step_of_every_run(
     assert steps[1][1] == "reward 0.500 (planner 0.500, coder 0.500)"
 
 
-def test_a_step_that_cannot_be_printed_is_logged_and_later_ones_are_printed(
+async def test_a_step_that_cannot_be_printed_is_logged_and_later_ones_are_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     printed: list[str] = []
@@ -70,19 +69,16 @@ def test_a_step_that_cannot_be_printed_is_logged_and_later_ones_are_printed(
         if len(printed) < 3:
             raise BrokenPipeError("closed")
 
-    async def scenario() -> None:
-        monkeypatch.setattr(server_process, "_print", failing)
-        monkeypatch.setattr(server_process, "NEW_RUN_SECONDS", 0.001)
-        async with running(tmp_path / "d") as up:
-            printer = asyncio.create_task(server_process._print_runs(up.runs))
-            for number in range(1, 5):
-                await asyncio.sleep(0.05)
-                await up.batch()
-                await up.until(lambda number=number: len(printed) == number)
-            assert not printer.done()
-            printer.cancel()
-
-    asyncio.run(scenario())
+    monkeypatch.setattr(server_process, "_print", failing)
+    monkeypatch.setattr(server_process, "NEW_RUN_SECONDS", 0.001)
+    async with running(tmp_path / "d") as up:
+        printer = asyncio.create_task(server_process.print_runs(up.runs))
+        for number in range(1, 5):
+            await asyncio.sleep(0.05)
+            await up.batch()
+            await up.until(lambda number=number: len(printed) == number)
+        assert not printer.done()
+        printer.cancel()
     assert [line.partition("  ")[0] for line in printed] == ["step 1", "step 2", "step 3", "step 4"]
     assert caplog.text.count("could not be printed") == 1 and "BrokenPipeError: closed" in caplog.text
 

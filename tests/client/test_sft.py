@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import hashlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -186,8 +186,8 @@ async def test_an_earlier_batch_of_the_same_number_was_given_up() -> None:
         await _learned(4, 0, events())
 
 
-def test_a_complete_batch_is_learned_before_demonstrations(tmp_path: Path) -> None:
-    world, answered = World(tmp_path, batch_size=1), [Answered("one", ())]
+def test_a_complete_batch_is_learned_before_demonstrations(make_world: Callable[..., World]) -> None:
+    world, answered = make_world(batch_size=1), [Answered("one", ())]
     request = SftRequest.model_validate({"demonstrations": [{"task_id": "one", **asked("a", "b")}]})
     world.play("g", 0.0, 1.0)
     with pytest.raises(Later) as refused:
@@ -196,12 +196,11 @@ def test_a_complete_batch_is_learned_before_demonstrations(tmp_path: Path) -> No
     world.swarm.batches.learned(world.swarm.batches.compose(), {})
     *_, committed = world.swarm.demonstrate(request, answered, "policy")
     assert committed is not None and committed.batch == 1
-    world.close()
 
 
-def test_each_demonstration_is_recorded_in_a_slice_of_its_own(tmp_path: Path) -> None:
+def test_each_demonstration_is_recorded_in_a_slice_of_its_own(make_world: Callable[..., World]) -> None:
     """Nothing else begins a batch between two of them."""
-    world = World(tmp_path, batch_size=1)
+    world = make_world(batch_size=1)
     evaluated = world.begin("e", mode="eval")
     call = world.call(evaluated, 7, 8)
     world.abort(evaluated)
@@ -214,7 +213,6 @@ def test_each_demonstration_is_recorded_in_a_slice_of_its_own(tmp_path: Path) ->
     *between, committed = slices
     assert between == [None] * 4 and committed is not None and committed.batch == 0
     assert len(world.training(world.swarm.pending).facts.call_turn) == 4
-    world.close()
 
 
 async def test_one_of_several_policies_learns(tmp_path: Path) -> None:

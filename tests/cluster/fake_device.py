@@ -150,7 +150,7 @@ def check(dtype: torch.dtype, sharding: Sharding | None, mesh: DeviceMesh, *, ha
         learner = Steps(policy, group, sharding)
     learner.make_step()
     learner.restore(learner.new_state())
-    whole = {name: torch.empty(m.shape, dtype=m.dtype) for name, m in learner._masters.items()}
+    whole = {name: torch.empty(m.shape, dtype=m.dtype) for name, m in learner.state()["masters"].items()}
     if sharding is not None:
         learner.restore({"masters": whole, "optimizer": {"state": {}}})
     reference = {name: p.to(DEVICE, dtype) for name, p in whole.items()}
@@ -160,8 +160,9 @@ def check(dtype: torch.dtype, sharding: Sharding | None, mesh: DeviceMesh, *, ha
     for name, p in decoder.named_parameters():
         in_layer = sharding == "sharded" and name.startswith("layers.")
         assert p.device.type == ("cpu" if in_layer else DEVICE), name
-    for name, master in learner._masters.items():
-        for tensor in (master, *learner._optimizer.state[master].values()):
+    state = learner.state()
+    for name, master in state["masters"].items():
+        for tensor in (master, *state["moments"][name].values()):
             assert (tensor.to_local() if isinstance(tensor, DTensor) else tensor).device.type == "cpu", name
 
 

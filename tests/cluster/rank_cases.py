@@ -73,7 +73,8 @@ def gradients(
             parts = [torch.zeros_like(m) if m.grad is None else m.grad for m in learner.masters()]
             found[number, step] = np.concatenate([whole(part).numpy().ravel() for part in parts])
             metrics[number, step] = dict(outputs.metrics)
-            learner._optimizer.zero_grad()
+            for master in learner.masters():
+                master.grad = None
             step, num_steps = step + 1, outputs.num_steps
     return found, metrics
 
@@ -99,9 +100,9 @@ def gradients_of_one(kind: str, models: dict[str, Path], batches: tuple[int, ...
 def state_of(learner: PolicyLearner) -> Arrays:
     """Masters and moments, whole, by name."""
     found: Arrays = {}
-    for name, master in learner._masters.items():
-        moments = learner._optimizer.state[master]
-        for key, tensor in (("master", master), *sorted(moments.items())):
+    state = learner.state()
+    for name, master in state["masters"].items():
+        for key, tensor in (("master", master), *sorted(state["moments"][name].items())):
             found[f"{key} {name}"] = whole(tensor).numpy().copy()
     return found
 

@@ -107,7 +107,7 @@ class ThreadLauncher:
         name = launch.name
         if self.programs is not None and "replica" in name:
             return await self.programs.start(launch)
-        handler = self.special.get(name, self._rank if "rank" in name else self._replica)
+        handler = self.special.get(name, self.rank if "rank" in name else self.replica)
         process = self.running[name] = self.all[name] = ThreadProcess(launch.environment, handler)
         process.ended.add_done_callback(lambda _: self.running.pop(name))
         return process
@@ -123,14 +123,14 @@ class ThreadLauncher:
     def ops(self, name: str) -> list[str]:
         return [request.op for request in self.all[name].requests]
 
-    def _rank(self, request: ProcessRequest) -> Any:
+    def rank(self, request: ProcessRequest) -> Any:
         if request.op == "publish":
             self.version, wanted = request.args
             return publication(self.version) if wanted else None
         fixed = {"rendezvous": "127.0.0.1:1", "add": INFO, "optim_step": {"optim/steps": 1.0}}
         return fixed.get(request.op, CheckpointStamp(0, "digest", 0) if request.op in ("save", "load") else None)
 
-    def _replica(self, request: ProcessRequest) -> Any:
+    def replica(self, request: ProcessRequest) -> Any:
         if request.op == "adopt":
             return list(request.args[0].probe_logprobs)
         return Sampled((7,), (-0.5,), self.version, "stop") if request.op == "sample" else None
@@ -215,7 +215,7 @@ async def test_an_error_that_all_ranks_raise_leaves_the_group(tmp_path: Path) ->
         def damaged(request: ProcessRequest) -> Any:
             if request.op == "load":
                 raise CheckpointError("damaged")
-            return launcher._rank(request)
+            return launcher.rank(request)
 
         launcher.special = {f"default/policy/rank-{rank}.1": damaged for rank in (0, 1)}
         await compute.add(POLICY, ModelConfig(), settings=settings())
@@ -232,10 +232,10 @@ async def test_ranks_that_do_not_agree_are_ended(tmp_path: Path, other: str, mon
         def alone(request: ProcessRequest) -> Any:
             if request.op == "optim_step":
                 raise ComputeError("only here")
-            return launcher._rank(request)
+            return launcher.rank(request)
 
         def silent(request: ProcessRequest) -> Any:
-            return NotImplemented if request.op == "optim_step" else launcher._rank(request)
+            return NotImplemented if request.op == "optim_step" else launcher.rank(request)
 
         launcher.special = {"default/policy/rank-1.1": alone}
         if other == "never answers":
@@ -254,7 +254,7 @@ async def test_a_learner_that_dies_during_a_publish_ends_it(tmp_path: Path) -> N
             if request.op == "adopt" and request.args[0].version == 1:
                 adopting.set()
                 return NotImplemented
-            return launcher._replica(request)
+            return launcher.replica(request)
 
         launcher.special = {"default/policy/replica-1": stuck}
         await compute.add(POLICY, ModelConfig(), settings=settings())
@@ -274,7 +274,7 @@ async def test_removal_fails_requests_and_ends_processes(tmp_path: Path) -> None
             if request.op == "optim_step":
                 asked.set()
                 return NotImplemented
-            return launcher._rank(request)
+            return launcher.rank(request)
 
         launcher.special = {f"default/policy/rank-{rank}.1": silent for rank in (0, 1)}
         await compute.add(POLICY, ModelConfig(), settings=settings())
@@ -319,7 +319,7 @@ async def test_replicas_that_cannot_start_end_a_start_at_once(tmp_path: Path) ->
         loading = threading.Event()
 
         def load(request: ProcessRequest) -> Any:
-            return loading.wait(30) if request.op == "add" else launcher._rank(request)
+            return loading.wait(30) if request.op == "add" else launcher.rank(request)
 
         launcher.special = {f"default/policy/rank-{rank}.1": load for rank in range(2)}
         launcher.programs = LocalPlacement(list)
@@ -447,12 +447,12 @@ async def test_the_number_of_samplers_follows_the_completions(tmp_path: Path, mo
         def hold(request: ProcessRequest) -> Any:
             if request.op == "sample":
                 release.wait()
-            return launcher._replica(request)
+            return launcher.replica(request)
 
         launcher.special = {f"default/policy/replica-{number}": hold for number in range(1, 9)}
         await compute.add(POLICY, ModelConfig(), settings=settings(samplers="2..8"))
         await compute.publish(POLICY, 0)
-        hosted = compute._policies[POLICY]
+        hosted = compute.policies[POLICY]
         assert hosted.samplers is not None
 
         async def wait(seconds: int) -> int:
@@ -490,7 +490,7 @@ async def test_bounds_that_change_while_the_autoscaler_asks_are_kept(
     monkeypatch.setattr(backend, "OBSERVE_SECONDS", 3600)
     async with cluster(tmp_path, gpus=6) as (compute, _):
         await compute.add(POLICY, ModelConfig(), settings=settings(samplers="1..4"))
-        hosted = compute._policies[POLICY]
+        hosted = compute.policies[POLICY]
         assert hosted.samplers is not None
         monkeypatch.setattr(hosted.samplers.autoscaler, "observe", lambda *_: 4)
         most = compute._most_samplers

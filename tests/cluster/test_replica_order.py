@@ -32,6 +32,8 @@ from agentjet.processes import guardian
 from agentjet.processes.rpc import Answer, Link, ProcessRequest
 from agentjet.types import ModelInfo, PolicyId, Sampled, SamplingParams, TokenScore
 
+pytestmark = pytest.mark.anyio
+
 INFO = ModelInfo("tiny", "", "", 100, (2,))
 
 
@@ -180,99 +182,81 @@ def slow_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replica, "PIECE_SECONDS", 60)
 
 
-def test_tokens_stand_on_their_side_of_the_answer_to_adopt(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with Scene(tmp_path) as scene:
-            id = scene.sample(piece_tokens=4)
-            await scene.yielded(delta(10, 11))
-            assert scene.link.sent == []
-            adopting = scene.ask("adopt", scene.publication(7))
-            while scene.engine.done.count("resume 7") < 1:
-                await asyncio.sleep(0)
-            await scene.yielded(delta(12, 13, 14, 15, version=7))
-            assert scene.link.sent == [(id, Sampled((10, 11), (-1.0, -1.0), 0))]
-            scene.engine.may_score.set()
-            await scene.link.until(3)
-            await scene.yielded(delta(2, version=7))
-            sent = await scene.link.until(4)
-            assert sent[1] == Answer(adopting, [-2.0, -2.0])
-            assert sent[2:] == [
-                (id, Sampled((12, 13, 14, 15), (-1.0,) * 4, 7)),
-                (id, Sampled((2,), (-1.0,), 7, "stop")),
-            ]
-            assert scene.engine.done[-4:] == ["pause", "load", "queue probe", "resume 7"]
-
-    asyncio.run(run())
+async def test_tokens_stand_on_their_side_of_the_answer_to_adopt(tmp_path: Path) -> None:
+    async with Scene(tmp_path) as scene:
+        id = scene.sample(piece_tokens=4)
+        await scene.yielded(delta(10, 11))
+        assert scene.link.sent == []
+        adopting = scene.ask("adopt", scene.publication(7))
+        while scene.engine.done.count("resume 7") < 1:
+            await asyncio.sleep(0)
+        await scene.yielded(delta(12, 13, 14, 15, version=7))
+        assert scene.link.sent == [(id, Sampled((10, 11), (-1.0, -1.0), 0))]
+        scene.engine.may_score.set()
+        await scene.link.until(3)
+        await scene.yielded(delta(2, version=7))
+        sent = await scene.link.until(4)
+        assert sent[1] == Answer(adopting, [-2.0, -2.0])
+        assert sent[2:] == [
+            (id, Sampled((12, 13, 14, 15), (-1.0,) * 4, 7)),
+            (id, Sampled((2,), (-1.0,), 7, "stop")),
+        ]
+        assert scene.engine.done[-4:] == ["pause", "load", "queue probe", "resume 7"]
 
 
-def test_no_piece_is_longer_than_asked(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with Scene(tmp_path) as scene:
-            id = scene.sample(piece_tokens=2)
-            await scene.yielded(delta(10, 11, 12, 13, 2))
-            sent = await scene.link.until(3)
-            assert [piece.tokens for _, piece in sent] == [(10, 11), (12, 13), (2,)]
-            assert [(one, piece.finish_reason) for one, piece in sent] == [(id, None), (id, None), (id, "stop")]
-
-    asyncio.run(run())
+async def test_no_piece_is_longer_than_asked(tmp_path: Path) -> None:
+    async with Scene(tmp_path) as scene:
+        id = scene.sample(piece_tokens=2)
+        await scene.yielded(delta(10, 11, 12, 13, 2))
+        sent = await scene.link.until(3)
+        assert [piece.tokens for _, piece in sent] == [(10, 11), (12, 13), (2,)]
+        assert [(one, piece.finish_reason) for one, piece in sent] == [(id, None), (id, None), (id, "stop")]
 
 
-def test_tokens_are_sent_when_they_are_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def run() -> None:
-        async with Scene(tmp_path) as scene:
-            id = scene.sample(piece_tokens=9)
-            await scene.yielded(delta(10))
-            assert scene.link.sent == []
-            monkeypatch.setattr(replica, "PIECE_SECONDS", 0)
-            await scene.yielded(delta(11))
-            assert scene.link.sent == [(id, Sampled((10, 11), (-1.0, -1.0), 0))]
-
-    asyncio.run(run())
+async def test_tokens_are_sent_when_they_are_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with Scene(tmp_path) as scene:
+        id = scene.sample(piece_tokens=9)
+        await scene.yielded(delta(10))
+        assert scene.link.sent == []
+        monkeypatch.setattr(replica, "PIECE_SECONDS", 0)
+        await scene.yielded(delta(11))
+        assert scene.link.sent == [(id, Sampled((10, 11), (-1.0, -1.0), 0))]
 
 
-def test_a_failed_fetch_changes_nothing(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with Scene(tmp_path) as scene:
-            id = scene.sample()
-            await scene.yielded(delta(10))
-            done = list(scene.engine.done)
-            gone = dataclasses.replace(scene.publication(7), path=str(tmp_path / "removed"))
-            scene.ask("adopt", gone)
-            answer = (await scene.link.until(2))[1]
-            assert isinstance(answer.error, ComputeError) and "cannot be fetched" in str(answer.error)
-            assert not answer.ends and scene.engine.done == done
-            await scene.yielded(delta(2))
-            assert (await scene.link.until(3))[2] == (id, Sampled((2,), (-1.0,), 0, "stop"))
-
-    asyncio.run(run())
+async def test_a_failed_fetch_changes_nothing(tmp_path: Path) -> None:
+    async with Scene(tmp_path) as scene:
+        id = scene.sample()
+        await scene.yielded(delta(10))
+        done = list(scene.engine.done)
+        gone = dataclasses.replace(scene.publication(7), path=str(tmp_path / "removed"))
+        scene.ask("adopt", gone)
+        answer = (await scene.link.until(2))[1]
+        assert isinstance(answer.error, ComputeError) and "cannot be fetched" in str(answer.error)
+        assert not answer.ends and scene.engine.done == done
+        await scene.yielded(delta(2))
+        assert (await scene.link.until(3))[2] == (id, Sampled((2,), (-1.0,), 0, "stop"))
 
 
-def test_a_token_that_arrives_late_has_its_version(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with Scene(tmp_path) as scene:
-            id = scene.sample(piece_tokens=9)
-            adopting = scene.ask("adopt", scene.publication(7))
-            scene.engine.may_score.set()
-            assert (await scene.link.until(1)) == [Answer(adopting, [-2.0, -2.0])]
-            await scene.yielded(delta(10, 11, 12, new=1), delta(2, version=7))
-            assert (await scene.link.until(3))[1:] == [
-                (id, Sampled((10, 11), (-1.0, -1.0), 0)),
-                (id, Sampled((12, 2), (-1.0, -1.0), 7, "stop")),
-            ]
-
-    asyncio.run(run())
+async def test_a_token_that_arrives_late_has_its_version(tmp_path: Path) -> None:
+    async with Scene(tmp_path) as scene:
+        id = scene.sample(piece_tokens=9)
+        adopting = scene.ask("adopt", scene.publication(7))
+        scene.engine.may_score.set()
+        assert (await scene.link.until(1)) == [Answer(adopting, [-2.0, -2.0])]
+        await scene.yielded(delta(10, 11, 12, new=1), delta(2, version=7))
+        assert (await scene.link.until(3))[1:] == [
+            (id, Sampled((10, 11), (-1.0, -1.0), 0)),
+            (id, Sampled((12, 2), (-1.0, -1.0), 7, "stop")),
+        ]
 
 
 @pytest.mark.parametrize("logprob", [float("nan"), -float("inf")])
-def test_a_diverged_policy_fails_its_completions(tmp_path: Path, logprob: float) -> None:
-    async def run() -> None:
-        async with Scene(tmp_path) as scene:
-            id = scene.sample(piece_tokens=9)
-            await scene.yielded(delta(10, logprob=logprob))
-            (answer,) = await scene.link.until(1)
-            assert answer.id == id and "diverged" in str(answer.error) and not answer.ends
-
-    asyncio.run(run())
+async def test_a_diverged_policy_fails_its_completions(tmp_path: Path, logprob: float) -> None:
+    async with Scene(tmp_path) as scene:
+        id = scene.sample(piece_tokens=9)
+        await scene.yielded(delta(10, logprob=logprob))
+        (answer,) = await scene.link.until(1)
+        assert answer.id == id and "diverged" in str(answer.error) and not answer.ends
 
 
 def test_an_environment_without_vllm_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -231,7 +231,8 @@ def test_a_trainer_of_version_0_2_continues_bit_by_bit(tiny_folder: Path, tmp_pa
     learner, forest = PolicyLearner(policy), build_forest(sampled_rows(policy))
     learn_directly(learner, forest, job(), 0)
     checkpoint.save(tmp_path / "step_000001", learner, {"policy_version": 1})
-    trainer = {"masters": learner.state()["masters"], "optimizer": learner._optimizer.state_dict()}
+    state = learner.state()
+    trainer = {"masters": state["masters"], "optimizer": {"state": dict(enumerate(state["moments"].values()))}}
     replace_trainer(tmp_path / "step_000001", trainer)
     learn_directly(learner, forest, job(), 1)
     second = PolicyLearner(make_policy(tiny_folder, dtype="bfloat16"))

@@ -56,6 +56,8 @@ from tests.compute.test_locks import digest
 from tests.recipes.batches import make_batch
 from tests.tiny import make_model
 
+pytestmark = pytest.mark.anyio
+
 A, B = PolicyId("default", "a"), PolicyId("other", "b")
 OTHERS = (B, PolicyId("other", "c"), PolicyId("third"))
 
@@ -98,9 +100,9 @@ def test_training_beside_other_policies_is_bit_equal_to_training_alone(tiny_fold
         for version, batch in enumerate(batches):
             for number, policy in enumerate(policies):
                 sample(worker, policy, 10 * version + number)
-                worker._sample_step()
+                worker.sample_step()
                 train(worker, policy, version, batch if policy is A else batches[0], job)
-                worker._sample_step()
+                worker.sample_step()
         hosted = worker.policies[A]
         return digest([*hosted.learner.masters(), *hosted.policy.trainable().values()])
 
@@ -165,7 +167,7 @@ def test_a_step_of_one_policy_pauses_and_invalidates_that_policy_only(tmp_path: 
     worker.handle("publish", A, 1)
     assert {new.id for new in sampler.step()} >= {0, 1}
     assert sampler.num_computed - before == 3 + 31, "keys of the other were dropped"
-    worker._cancel(B, 1)
+    worker.handle("cancel", B, 1)
     worker.handle("optim_step", A, Op.of(A, 1), OptimizerConfig())
     assert sampler.is_idle and sampler.step() == []
 
@@ -199,12 +201,11 @@ def test_adapters_share_a_base_and_a_cache_that_are_freed_with_the_last(tiny_fol
     del one, other, own
     sample(worker, A, 1)
     sample(worker, B, 2)
-    worker._sample_step()
+    worker.sample_step()
     worker.handle("remove", A)
     worker.handle("remove", A)
     assert kept[0]() is None and kept[1]() is not None
-    assert list(worker._pieces) == [2]
-    worker._sample_step()
+    assert [new.id for new in worker.policies[B].sampler.step()] == [2]
     with pytest.raises(PolicyRemoved, match="no policy default/a"):
         sample(worker, A, 3)
     worker.handle("remove", B)
@@ -302,103 +303,91 @@ async def _drain(compute: ProcessCompute, policy: PolicyId) -> None:
 @pytest.mark.e2e
 @pytest.mark.thorough
 @pytest.mark.usefixtures("workers_start_quickly")
-def test_policies_recover_independently_and_workers_have_names(tiny_folder: Path, tmp_path: Path) -> None:
+async def test_policies_recover_independently_and_workers_have_names(tiny_folder: Path, tmp_path: Path) -> None:
     config = ServeConfig.model_validate({"server": {"data_dir": tmp_path}, "sampler": {"cache_tokens": 1024}})
     model, far = model_of(tiny_folder), PolicyId("other", "far")
-
-    async def scenario() -> None:
-        compute = ProcessCompute(config)
-        await asyncio.gather(*(compute.add(policy, model) for policy in (A, B)), compute.add(far, model, worker="two"))
-        first, second = pid_of(compute, A), pid_of(compute, far)
-        assert 0 != first == pid_of(compute, B) != second
-        forest = build_forest(sampled_rows(make_policy(tiny_folder)))
-        with pytest.raises(ConfigError, match=r"model\.name"):
-            await compute.add(PolicyId("third"), model_of(tmp_path, rank=0), worker="two")
-        assert not compute.processes(PolicyId("third")) and pid_of(compute, far) == second
-        os.kill(first, signal.SIGSTOP)
-        learning = asyncio.ensure_future(learn(compute, Op.of(B, 0), TrainingBatch(0, forest), JobConfig()))
-        completion = asyncio.ensure_future(anext(compute.sample(A, [7, 8], SamplingParams(max_tokens=9))))
-        await asyncio.sleep(0.05)
-        os.kill(first, signal.SIGKILL)
-        death = await compute.died([A, far])
-        for outcome in (death, *await asyncio.gather(learning, completion, return_exceptions=True)):
-            assert isinstance(outcome, WorkerDied) and outcome.during == "other/b" and "by SIGKILL" in str(outcome)
-        await compute.add(A, model)
-        assert pid_of(compute, A) not in (0, first) and pid_of(compute, B) == 0
-        assert [piece async for piece in compute.sample(A, [7, 8], SamplingParams(max_tokens=2))]
-        with pytest.raises(WorkerDied, match="by SIGKILL"):
-            await compute.publish(B, 1)
-        await compute.remove(B)
-        with pytest.raises(ComputeError, match="no worker has the policy other/b"):
-            await compute.publish(B, 1)
-        await compute.add(B, model)
-        assert pid_of(compute, B) == pid_of(compute, A) and pid_of(compute, far) == second
-        cut = [asyncio.ensure_future(_drain(compute, policy)) for policy in (A, far)]
-        await asyncio.sleep(0.05)
-        await asyncio.gather(compute.remove(A), compute.remove(far))
-        for error in await asyncio.gather(*cut, return_exceptions=True):
-            assert isinstance(error, PolicyRemoved), "neither worker crashed, also if it ended"
-        await compute.close()
-
-    asyncio.run(scenario())
+    compute = ProcessCompute(config)
+    await asyncio.gather(*(compute.add(policy, model) for policy in (A, B)), compute.add(far, model, worker="two"))
+    first, second = pid_of(compute, A), pid_of(compute, far)
+    assert 0 != first == pid_of(compute, B) != second
+    forest = build_forest(sampled_rows(make_policy(tiny_folder)))
+    with pytest.raises(ConfigError, match=r"model\.name"):
+        await compute.add(PolicyId("third"), model_of(tmp_path, rank=0), worker="two")
+    assert not compute.processes(PolicyId("third")) and pid_of(compute, far) == second
+    os.kill(first, signal.SIGSTOP)
+    learning = asyncio.ensure_future(learn(compute, Op.of(B, 0), TrainingBatch(0, forest), JobConfig()))
+    completion = asyncio.ensure_future(anext(compute.sample(A, [7, 8], SamplingParams(max_tokens=9))))
+    await asyncio.sleep(0.05)
+    os.kill(first, signal.SIGKILL)
+    death = await compute.died([A, far])
+    for outcome in (death, *await asyncio.gather(learning, completion, return_exceptions=True)):
+        assert isinstance(outcome, WorkerDied) and outcome.during == "other/b" and "by SIGKILL" in str(outcome)
+    await compute.add(A, model)
+    assert pid_of(compute, A) not in (0, first) and pid_of(compute, B) == 0
+    assert [piece async for piece in compute.sample(A, [7, 8], SamplingParams(max_tokens=2))]
+    with pytest.raises(WorkerDied, match="by SIGKILL"):
+        await compute.publish(B, 1)
+    await compute.remove(B)
+    with pytest.raises(ComputeError, match="no worker has the policy other/b"):
+        await compute.publish(B, 1)
+    await compute.add(B, model)
+    assert pid_of(compute, B) == pid_of(compute, A) and pid_of(compute, far) == second
+    cut = [asyncio.ensure_future(_drain(compute, policy)) for policy in (A, far)]
+    await asyncio.sleep(0.05)
+    await asyncio.gather(compute.remove(A), compute.remove(far))
+    for error in await asyncio.gather(*cut, return_exceptions=True):
+        assert isinstance(error, PolicyRemoved), "neither worker crashed, also if it ended"
+    await compute.close()
     assert {path.name for path in (tmp_path / "logs").iterdir()} == {"worker.log", "worker-two.log"}
 
 
 @pytest.mark.e2e
 @pytest.mark.usefixtures("workers_start_quickly")
-def test_a_wait_for_a_publish_is_no_hang_and_a_failed_operation_is_of_its_policy_alone(
+async def test_a_wait_for_a_publish_is_no_hang_and_a_failed_operation_is_of_its_policy_alone(
     tiny_folder: Path, tmp_path: Path
 ) -> None:
     config = ServeConfig.model_validate(
         {"server": {"data_dir": tmp_path, "worker_timeout": 2.0}, "sampler": {"cache_tokens": 1024}}
     )
-
-    async def scenario() -> None:
-        compute = ProcessCompute(config)
-        await asyncio.gather(*(compute.add(policy, model_of(tiny_folder)) for policy in (A, B)))
-        batch = TrainingBatch(0, build_forest(sampled_rows(make_policy(tiny_folder))))
-        await learn(compute, Op.of(A, 0), batch, JobConfig())
-        completion = asyncio.ensure_future(anext(compute.sample(A, [7, 8], SamplingParams(max_tokens=9))))
-        await asyncio.sleep(4)  # Two timeouts.
-        await compute.publish(A, 1)
-        assert (await completion).policy_version == 1
-        await compute.load_batch(A, batch)
-        failing = asyncio.ensure_future(compute._ask("forward_backward", A, Op.of(A, 2), batch.id, None))
-        waiting = asyncio.ensure_future(learn(compute, Op.of(B, 0), batch, JobConfig()))
-        failed, waited, death = await asyncio.gather(failing, waiting, compute.died([B]), return_exceptions=True)
-        assert isinstance(failed, ComputeError) and not isinstance(failed, WorkerDied)
-        for error in (waited, death):
-            assert isinstance(error, WorkerDied) and error.during == "default/a", "B must not count it"
-        await compute.close()
-
-    asyncio.run(scenario())
+    compute = ProcessCompute(config)
+    await asyncio.gather(*(compute.add(policy, model_of(tiny_folder)) for policy in (A, B)))
+    batch = TrainingBatch(0, build_forest(sampled_rows(make_policy(tiny_folder))))
+    await learn(compute, Op.of(A, 0), batch, JobConfig())
+    completion = asyncio.ensure_future(anext(compute.sample(A, [7, 8], SamplingParams(max_tokens=9))))
+    await asyncio.sleep(4)  # Two timeouts.
+    await compute.publish(A, 1)
+    assert (await completion).policy_version == 1
+    await compute.load_batch(A, batch)
+    failing = asyncio.ensure_future(compute.policies[A].ranks.ask("forward_backward", A, Op.of(A, 2), batch.id, None))
+    waiting = asyncio.ensure_future(learn(compute, Op.of(B, 0), batch, JobConfig()))
+    failed, waited, death = await asyncio.gather(failing, waiting, compute.died([B]), return_exceptions=True)
+    assert isinstance(failed, ComputeError) and not isinstance(failed, WorkerDied)
+    for error in (waited, death):
+        assert isinstance(error, WorkerDied) and error.during == "default/a", "B must not count it"
+    await compute.close()
 
 
 @pytest.mark.e2e
 @pytest.mark.usefixtures("workers_start_quickly")
-def test_a_hook_that_does_not_return_ends_the_worker_with_its_name(tiny_folder: Path, tmp_path: Path) -> None:
+async def test_a_hook_that_does_not_return_ends_the_worker_with_its_name(tiny_folder: Path, tmp_path: Path) -> None:
     """It uses CPU time, or waits; the policies of other runs see whose hook it was."""
     config = ServeConfig.model_validate(
         {"server": {"data_dir": tmp_path, "hook_timeout": 0.5}, "sampler": {"cache_tokens": 1024}}
     )
-
-    async def scenario() -> None:
-        compute = ProcessCompute(config)
-        batch = TrainingBatch(0, build_forest(sampled_rows(make_policy(tiny_folder))))
-        plug_ins = {"EndlessLoss": "token_loss", "EndlessColumns": "columns", "EndlessReads": "reads"}
-        for name, hook in plug_ins.items():
-            await asyncio.gather(*(compute.add(policy, model_of(tiny_folder)) for policy in (A, B)))
-            job = JobConfig.model_validate({"recipe": f"tests.plugins.endless:{name}"})
-            failed, died = await asyncio.gather(
-                learn(compute, Op.of(A, 0), batch, job), compute.died([B]), return_exceptions=True
-            )
-            for error in (failed, died):
-                assert isinstance(error, HookHung) and error.during == "default/a", "B must not count it"
-                assert f"`{hook}` did not return within 0.5 s (server.hook_timeout); it was at " in str(error)
-                assert "endless.py:" in str(error)
-        await compute.close()
-
-    asyncio.run(scenario())
+    compute = ProcessCompute(config)
+    batch = TrainingBatch(0, build_forest(sampled_rows(make_policy(tiny_folder))))
+    plug_ins = {"EndlessLoss": "token_loss", "EndlessColumns": "columns", "EndlessReads": "reads"}
+    for name, hook in plug_ins.items():
+        await asyncio.gather(*(compute.add(policy, model_of(tiny_folder)) for policy in (A, B)))
+        job = JobConfig.model_validate({"recipe": f"tests.plugins.endless:{name}"})
+        failed, died = await asyncio.gather(
+            learn(compute, Op.of(A, 0), batch, job), compute.died([B]), return_exceptions=True
+        )
+        for error in (failed, died):
+            assert isinstance(error, HookHung) and error.during == "default/a", "B must not count it"
+            assert f"`{hook}` did not return within 0.5 s (server.hook_timeout); it was at " in str(error)
+            assert "endless.py:" in str(error)
+    await compute.close()
 
 
 def test_a_policy_that_cannot_be_removed_ends_the_worker(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -410,7 +399,7 @@ def test_a_policy_that_cannot_be_removed_ends_the_worker(tiny_folder: Path, monk
     add(worker, A, model_of(tiny_folder))
     monkeypatch.setattr(ModelSampler, "invalidate", broken)
     with pytest.raises(RuntimeError, match="a bug"):
-        worker._answer(ProcessRequest("remove", 1, A, ()))
+        worker.answer(ProcessRequest("remove", 1, A, ()))
     (answer,) = sent
     assert isinstance(answer.error, ComputeError) and answer.ends
 
@@ -440,18 +429,14 @@ async def started(process: Stubborn, timeout: float) -> tuple[Ranks, socket.sock
     return ranks, theirs
 
 
-def test_a_worker_that_hangs_is_killed_at_once() -> None:
+async def test_a_worker_that_hangs_is_killed_at_once() -> None:
     """Not when its last policy leaves it: it has the memory that its successor needs."""
-
-    async def scenario() -> None:
-        process = Stubborn()
-        ranks, theirs = await started(process, 0.1)
-        with theirs, pytest.raises(WorkerHung, match=r"did no work for 0.1 s .* and was killed; see worker\.log"):
-            await ranks.ask("score", A)
-        await asyncio.wait_for(process.ended, 10)
-        await ranks.close()
-
-    asyncio.run(scenario())
+    process = Stubborn()
+    ranks, theirs = await started(process, 0.1)
+    with theirs, pytest.raises(WorkerHung, match=r"did no work for 0.1 s .* and was killed; see worker\.log"):
+        await ranks.ask("score", A)
+    await asyncio.wait_for(process.ended, 10)
+    await ranks.close()
 
 
 @pytest.mark.parametrize(
@@ -459,22 +444,19 @@ def test_a_worker_that_hangs_is_killed_at_once() -> None:
     [([], [], ""), (OTHERS[:2], [], "other/b"), ((*OTHERS[:2], A), [], ""), ((*OTHERS[:2], A), [A], "default/a")],
     ids=["idle", "one run samples", "it may be the fault of either run", "an operation"],
 )
-def test_a_crash_while_sampling_is_of_the_only_run_that_samples(
+async def test_a_crash_while_sampling_is_of_the_only_run_that_samples(
     sampled: Sequence[PolicyId], scored: Sequence[PolicyId], during: str
 ) -> None:
-    async def scenario() -> None:
-        process = Stubborn()
-        ranks, theirs = await started(process, 60.0)
-        asked: list[asyncio.Future[Any]] = [asyncio.ensure_future(anext(ranks.sample(one))) for one in sampled]
-        asked += [asyncio.ensure_future(ranks.ask("score", one)) for one in scored]
-        while len(ranks._peers[0].pending) < len(asked):
-            await asyncio.sleep(0)
-        await process.stop()
-        theirs.close()
-        died = await ranks.died
-        assert str(died) == "the worker process ended by SIGKILL" and died.during == during
-        for error in await asyncio.gather(*asked, return_exceptions=True):
-            assert isinstance(error, WorkerDied) and error.during == during
-        await ranks.close()
-
-    asyncio.run(scenario())
+    process = Stubborn()
+    ranks, theirs = await started(process, 60.0)
+    asked: list[asyncio.Future[Any]] = [asyncio.ensure_future(anext(ranks.sample(one))) for one in sampled]
+    asked += [asyncio.ensure_future(ranks.ask("score", one)) for one in scored]
+    while len(ranks._peers[0].pending) < len(asked):
+        await asyncio.sleep(0)
+    await process.stop()
+    theirs.close()
+    died = await ranks.died
+    assert str(died) == "the worker process ended by SIGKILL" and died.during == during
+    for error in await asyncio.gather(*asked, return_exceptions=True):
+        assert isinstance(error, WorkerDied) and error.during == during
+    await ranks.close()

@@ -97,7 +97,8 @@ def learner_gradient(
     forest = learner._prepare(batch, loss).forest
     metrics = dict(learner.forward_backward(batch, loss).metrics)
     gradient = flat(master.grad for master in learner.masters())
-    learner._optimizer.zero_grad()
+    for master in learner.masters():
+        master.grad = None
     return forest, gradient, metrics
 
 

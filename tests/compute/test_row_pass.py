@@ -198,8 +198,8 @@ def test_a_worker_samples_and_learns_such_a_model(folder_of: Callable[[str], Pat
     def sample() -> tuple[list[float], set[int]]:
         sent.clear()
         worker.handle("sample", policy, 1, tokens(1, 9), SamplingParams(max_tokens=5, seed=3))
-        while worker._pieces:
-            worker._sample_step()
+        while not worker.policies[policy].sampler.is_idle:
+            worker.sample_step()
         pieces = [piece for message in sent for _, piece in message]
         return [logp for piece in pieces for logp in piece.logprobs], {piece.policy_version for piece in pieces}
 

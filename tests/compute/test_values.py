@@ -20,6 +20,7 @@ import torch
 from agentjet.compute.learner import PolicyLearner
 from agentjet.compute.model import BaseModel
 from agentjet.compute.passes import ValueModel
+from agentjet.compute.policy import Policy
 from agentjet.compute.protocol import Capabilities, LossSpec, check_capabilities
 from agentjet.compute.rank import PolicyHost
 from agentjet.compute.sampler import ModelSampler
@@ -28,7 +29,7 @@ from agentjet.errors import ConfigError, RecipeError
 from agentjet.recipes.policy_gradient import PolicyGradient
 from agentjet.recipes.registry import make_recipe
 from agentjet.timeline.batch import TrainingBatch
-from agentjet.timeline.forest import Row, build_forest
+from agentjet.timeline.forest import Forest, Row, build_forest
 from agentjet.types import Op, PolicyId
 from tests.compute.baseline import episodes, relative, row_logprobs
 from tests.compute.conftest import make_policy, model_config, sampled_rows
@@ -171,10 +172,8 @@ def test_a_policy_that_diverged_leaves_the_state_and_does_not_blame_the_recipe(t
     job = JobConfig(recipe=make_recipe("adaptive_kl"), optimizer=RATE)
     learn_directly(learner, forest, job, 0)
     state = dict(learner.recipe_states)
-    with torch.no_grad():
-        for master in learner.masters():
-            master.fill_(math.nan)
-    learner._copy_masters()
+    diverged = {name: torch.full_like(master, math.nan) for name, master in learner.state()["masters"].items()}
+    learner.restore({**learner.state(), "masters": diverged})
     assert learn_directly(learner, forest, job, 1)["weights/finite"] == 0
     assert learner.recipe_states == state
 
@@ -189,11 +188,27 @@ class Measured(PolicyGradient):
         return frozenset({"proximal", "entropy"})
 
 
-def test_entropy_is_that_of_the_restricted_distribution(tiny_folder: Path) -> None:
+def outputs_of(policy: Policy, forest: Forest, recipe: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What the learner computes for the recipe's columns."""
+    found: dict[str, Any] = {}
+    columns = type(recipe).columns
+
+    def kept(self: Any, batch: TrainingBatch, outputs: Any) -> Any:
+        found.update(outputs)
+        return columns(self, batch, outputs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(recipe), "columns", kept)
+        loss = LossSpec.of(JobConfig(recipe=recipe, micro_batch_tokens=40))
+        PolicyLearner(policy).forward_backward(TrainingBatch(0, forest), loss)
+    return found
+
+
+def test_entropy_is_that_of_the_restricted_distribution(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = make_policy(tiny_folder)
     rows = episodes(policy, restricted=True)
     learner, forest = PolicyLearner(policy), build_forest(rows)
-    found = learner._outputs(forest, Measured(), 40)
+    found = outputs_of(policy, forest, Measured(), monkeypatch)
     assert found["proximal"] == pytest.approx(learner.logprobs(forest).numpy(), abs=1e-5)
     alone = found["proximal"] == 0
     assert alone.any() and (found["entropy"][alone] == 0).all(), "a token without an alternative"
@@ -205,11 +220,11 @@ def test_entropy_is_that_of_the_restricted_distribution(tiny_folder: Path) -> No
     assert found["entropy"][: len(exact)] == pytest.approx(exact.detach().numpy(), abs=1e-4)
 
 
-def test_a_teacher_grades_the_tokens(tiny_folder: Path) -> None:
+def test_a_teacher_grades_the_tokens(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = make_policy(tiny_folder)
     learner, forest = PolicyLearner(policy), build_forest(sampled_rows(policy))
     recipe = make_recipe({"name": "distill", "teacher": str(tiny_folder)})
-    found = learner._outputs(forest, recipe, 40)
+    found = outputs_of(policy, forest, recipe, monkeypatch)
     assert found["teacher"] == pytest.approx(learner.logprobs(forest).numpy(), abs=1e-5)
     with torch.no_grad():
         for p in policy.trainable().values():

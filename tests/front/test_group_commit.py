@@ -48,7 +48,7 @@ def on_disk(data_dir: Path) -> int:
 
 def statements(run: Running) -> list[str]:
     seen: list[str] = []
-    run.gateway._journal.file.db.set_trace_callback(seen.append)
+    run.gateway.swarm.journal.file.db.set_trace_callback(seen.append)
     return seen
 
 
@@ -96,11 +96,11 @@ async def test_whatever_fails_a_commit_refuses_all_who_wait(
         await run.gateway.commits.durable()
         if where == "the database":
             malformed = sqlite3.DatabaseError("database disk image is malformed")
-            broken.enter_context(refused_commits(run.gateway._journal, malformed))
+            broken.enter_context(refused_commits(run.gateway.swarm.journal, malformed))
         elif where == "the code":
             monkeypatch.setattr(run.gateway.swarm, "commit", fails)
         else:
-            monkeypatch.setattr(run.gateway._journal.file, "sync", fails)
+            monkeypatch.setattr(run.gateway.swarm.journal.file, "sync", fails)
         async with asyncio.timeout(5):
             results = await asyncio.gather(*(begin(run, f"t{i}") for i in range(3)), return_exceptions=True)
             results += await asyncio.gather(
@@ -118,10 +118,10 @@ class SlowDisk:
     """A journal's wait for the disk, which ends when it is let."""
 
     def __init__(self, run: Running) -> None:
-        self._sync = run.gateway._journal.file.sync
+        self._sync = run.gateway.swarm.journal.file.sync
         self.asked = 0
         self.lets = threading.Semaphore(0)
-        run.gateway._journal.file.sync = self  # type: ignore[method-assign]
+        run.gateway.swarm.journal.file.sync = self  # type: ignore[method-assign]
 
     def __call__(self) -> None:
         self.asked += 1
@@ -205,10 +205,10 @@ async def test_a_disk_that_fails_a_sync_is_not_trusted_again(tmp_path: Path, mon
 async def test_a_disk_that_refuses_undoes_the_whole_group_and_all_are_told(tmp_path: Path, write: str) -> None:
     async with running(tmp_path / "d") as run:
         kept = await begin(run, "kept")
-        db, seen = run.gateway._journal.file.db, []
+        db, seen = run.gateway.swarm.journal.file.db, []
         run.gateway.swarm.on_event = lambda event: seen.append(event)
         if write == "commit":
-            with refused_commits(run.gateway._journal):
+            with refused_commits(run.gateway.swarm.journal):
                 results = await asyncio.gather(*(begin(run, f"t{i}") for i in range(3)), return_exceptions=True)
         else:
 
@@ -346,7 +346,7 @@ async def test_a_client_that_waits_gets_the_place_of_a_begin_that_was_undone(tmp
     async with running(
         tmp_path / "d", job={"recipe": "rft", "batch_size": 1, "group_size": 1, "min_group_size": 1}
     ) as run:
-        with refused_commits(run.gateway._journal):
+        with refused_commits(run.gateway.swarm.journal):
             first = asyncio.create_task(run.gateway.begin(BeginRequest(task_id="t", client_id="first")))
             waiting = asyncio.create_task(run.gateway.begin(BeginRequest(task_id="t", client_id="second", wait=60)))
             await turns(1)

@@ -13,22 +13,20 @@ from agentjet.errors import ComputeError, ConfigError
 from agentjet.processes.guardian import Launch
 from agentjet.processes.supervisor import LocalPlacement
 
-
-def test_processes_that_start_together_get_different_gpus(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        placement = LocalPlacement(lambda: ["0", "1"])
-        assert await placement.num_gpus() == 2
-        command = (sys.executable, "-c", "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])")
-        logs = [tmp_path / "a.log", tmp_path / "b.log"]
-        started = await asyncio.gather(*(placement.start(Launch(log.stem, command, log, gpus=1)) for log in logs))
-        await asyncio.gather(*(process.ended for process in started))
-        assert sorted(log.read_text().strip() for log in logs) == ["0", "1"]
-        await placement.close()
-
-    asyncio.run(scenario())
+pytestmark = pytest.mark.anyio
 
 
-@pytest.mark.anyio
+async def test_processes_that_start_together_get_different_gpus(tmp_path: Path) -> None:
+    placement = LocalPlacement(lambda: ["0", "1"])
+    assert await placement.num_gpus() == 2
+    command = (sys.executable, "-c", "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])")
+    logs = [tmp_path / "a.log", tmp_path / "b.log"]
+    started = await asyncio.gather(*(placement.start(Launch(log.stem, command, log, gpus=1)) for log in logs))
+    await asyncio.gather(*(process.ended for process in started))
+    assert sorted(log.read_text().strip() for log in logs) == ["0", "1"]
+    await placement.close()
+
+
 async def test_a_rank_and_a_replica_share_a_gpu(tmp_path: Path) -> None:
     placement, log = LocalPlacement(lambda: ["0", "1", "2"]), tmp_path / "a.log"
 
@@ -46,7 +44,6 @@ async def test_a_rank_and_a_replica_share_a_gpu(tmp_path: Path) -> None:
     await placement.close()
 
 
-@pytest.mark.anyio
 async def test_gpus_in_use_are_free_later_and_a_process_has_a_place(tmp_path: Path) -> None:
     placement, command, log = LocalPlacement(lambda: ["0"]), ("/bin/sleep", "600"), tmp_path / "a.log"
     process = await placement.start(Launch("a", command, log, gpus=1))

@@ -20,7 +20,7 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncGenerator, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -51,13 +51,11 @@ from agentjet.processes.rpc import (
 from agentjet.processes.supervisor import Supervisor
 from agentjet.types import PolicyId
 
+pytestmark = pytest.mark.anyio
+
 PATIENCE = 30.0
 POLICY = PolicyId()
 SECRET = b"the secret of this test"
-
-
-def run(test: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(test, PATIENCE))
 
 
 class Endless:
@@ -125,7 +123,8 @@ class Scene:
 async def scene() -> AsyncGenerator[Scene, None]:
     found = Scene()
     try:
-        yield found
+        async with asyncio.timeout(PATIENCE):
+            yield found
     finally:
         await found.supervisor.close()
 
@@ -152,39 +151,33 @@ async def ended(connection: socket.socket) -> bytes:
 # ---- handshake ------------------------------------------------------------------------------------------------------
 
 
-def test_requests_and_answers_after_the_handshake() -> None:
-    async def test() -> None:
-        async with scene() as on:
-            peer, connection = await on.connect("a")
-            with connection, connection.makefile("rb") as stream:
-                asked = asyncio.create_task(peer.ask("load", POLICY, 1))
-                request: ProcessRequest = await asyncio.to_thread(read, stream)
-                connection.sendall(encode(Answer(request.id, "loaded")))
-                assert await asked == "loaded"
-            assert peer.num_messages == 1 and on.supervisor.place("a") == "here"
-            assert "the connection to a ended" in str(await peer.died)
-            assert await peer.stop() == "was stopped"
-            await asyncio.sleep(0)
-            assert on.supervisor.place("a") == ""
-
-    run(test())
+async def test_requests_and_answers_after_the_handshake() -> None:
+    async with scene() as on:
+        peer, connection = await on.connect("a")
+        with connection, connection.makefile("rb") as stream:
+            asked = asyncio.create_task(peer.ask("load", POLICY, 1))
+            request: ProcessRequest = await asyncio.to_thread(read, stream)
+            connection.sendall(encode(Answer(request.id, "loaded")))
+            assert await asked == "loaded"
+        assert peer.num_messages == 1 and on.supervisor.place("a") == "here"
+        assert "the connection to a ended" in str(await peer.died)
+        assert await peer.stop() == "was stopped"
+        await asyncio.sleep(0)
+        assert on.supervisor.place("a") == ""
 
 
-def test_refusals_have_their_reason() -> None:
-    async def test() -> None:
-        async with scene() as on:
-            starting, environment = await on.expect("a")
-            with pytest.raises(ComputeError, match="'b': no process of that name is expected"):
-                await on.dial(environment, AGENTJET_NAME="b")
-            with pytest.raises(ComputeError, match="does not know the secret"):
-                await on.dial(environment, AGENTJET_SECRET="guessed")
-            assert b"has AgentJet '0.1' and the gateway has" in await ended(on.stranger(hello(version="0.1")))
-            assert not starting.done(), "it is still expected"
-            with await on.dial(environment), pytest.raises(ComputeError, match="no process of that name is expected"):
-                await on.dial(environment)
-            (await starting).close()
-
-    run(test())
+async def test_refusals_have_their_reason() -> None:
+    async with scene() as on:
+        starting, environment = await on.expect("a")
+        with pytest.raises(ComputeError, match="'b': no process of that name is expected"):
+            await on.dial(environment, AGENTJET_NAME="b")
+        with pytest.raises(ComputeError, match="does not know the secret"):
+            await on.dial(environment, AGENTJET_SECRET="guessed")
+        assert b"has AgentJet '0.1' and the gateway has" in await ended(on.stranger(hello(version="0.1")))
+        assert not starting.done(), "it is still expected"
+        with await on.dial(environment), pytest.raises(ComputeError, match="no process of that name is expected"):
+            await on.dial(environment)
+        (await starting).close()
 
 
 STRANGE = [
@@ -202,65 +195,51 @@ STRANGE = [
 ]
 
 
-def test_strangers_end_only_their_connection() -> None:
-    async def test() -> None:
-        async with scene() as on:
-            starting, environment = await on.expect("a")
-            for sent in STRANGE:
-                connection = on.stranger(sent)
-                with suppress(OSError):
-                    connection.shutdown(socket.SHUT_WR)
-                assert b"accepted" not in await ended(connection)
-            (await on.dial(environment)).close()
-            await (await starting).died
-
-    run(test())
-
-
-@given(st.binary(max_size=300))
-def test_random_strangers(sent: bytes) -> None:
-    async def test() -> None:
-        async with scene() as on:
-            starting, _ = await on.expect("a")
+async def test_strangers_end_only_their_connection() -> None:
+    async with scene() as on:
+        starting, environment = await on.expect("a")
+        for sent in STRANGE:
             connection = on.stranger(sent)
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_WR)
-            await ended(connection)
-            assert not starting.done()
-            starting.cancel()
-
-    run(test())
+            assert b"accepted" not in await ended(connection)
+        (await on.dial(environment)).close()
+        await (await starting).died
 
 
-def test_silent_strangers_delay_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+@given(st.binary(max_size=300))
+async def test_random_strangers(sent: bytes) -> None:
+    async with scene() as on:
+        starting, _ = await on.expect("a")
+        connection = on.stranger(sent)
+        with suppress(OSError):
+            connection.shutdown(socket.SHUT_WR)
+        await ended(connection)
+        assert not starting.done()
+        starting.cancel()
+
+
+async def test_silent_strangers_delay_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rpc, "MAX_HANDSHAKES", 20)
-
-    async def test() -> None:
-        async with scene() as on:
-            silent = [on.stranger(part) for part in (b"", hello()[:1], hello()[:20], hello()) for _ in range(12)]
-            peer, connection = await on.connect("a")
-            connection.close()
-            await peer.died
-            await ended(silent[0])  # The oldest were closed to make room.
-            for one in silent:
-                one.close()
-
-    run(test())
+    async with scene() as on:
+        silent = [on.stranger(part) for part in (b"", hello()[:1], hello()[:20], hello()) for _ in range(12)]
+        peer, connection = await on.connect("a")
+        connection.close()
+        await peer.died
+        await ended(silent[0])  # The oldest were closed to make room.
+        for one in silent:
+            one.close()
 
 
-def test_a_handshake_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_handshake_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rpc, "HANDSHAKE_SECONDS", 0.1)
-
-    async def test() -> None:
-        async with scene() as on:
-            await ended(on.stranger(hello()[:20]))
-            listening, connecting = socket.socketpair()
-            with listening, connecting:
-                connecting.sendall(hello()[:20])
-                with pytest.raises(TimeoutError):
-                    await asyncio.to_thread(verify, listening, SECRET, lambda name: print)
-
-    run(test())
+    async with scene() as on:
+        await ended(on.stranger(hello()[:20]))
+        listening, connecting = socket.socketpair()
+        with listening, connecting:
+            connecting.sendall(hello()[:20])
+            with pytest.raises(TimeoutError):
+                await asyncio.to_thread(verify, listening, SECRET, lambda name: print)
 
 
 def test_a_listener_that_does_not_know_the_secret() -> None:
@@ -288,68 +267,59 @@ def test_a_listener_that_does_not_know_the_secret() -> None:
             thread.join()
 
 
-def test_a_machine_that_vanishes_is_noticed() -> None:
-    async def test() -> None:
-        async with scene() as on:
-            peer, connection = await on.connect("a")
-            for end in (connection, peer._writer.get_extra_info("socket")):
-                assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
-                assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
-                idle, interval, count, unanswered = (
-                    end.getsockopt(socket.IPPROTO_TCP, getattr(socket, name))
-                    for name in (*rpc.KEEPALIVE, "TCP_USER_TIMEOUT")
-                )
-                assert idle + interval * count <= 15 and unanswered >= 20_000
-            connection.close()
-            await peer.died
-
-    run(test())
+async def test_a_machine_that_vanishes_is_noticed() -> None:
+    async with scene() as on:
+        peer, connection = await on.connect("a")
+        for end in (connection, peer._writer.get_extra_info("socket")):
+            assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+            assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
+            idle, interval, count, unanswered = (
+                end.getsockopt(socket.IPPROTO_TCP, getattr(socket, name))
+                for name in (*rpc.KEEPALIVE, "TCP_USER_TIMEOUT")
+            )
+            assert idle + interval * count <= 15 and unanswered >= 20_000
+        connection.close()
+        await peer.died
 
 
 # ---- starts and peers -----------------------------------------------------------------------------------------------
 
 
-def test_a_start_that_is_cancelled_or_ends_early_leaves_no_process() -> None:
-    async def test() -> None:
-        async with scene() as on:
-            starting, environment = await on.expect("a")
-            process = on.placement.started["a"][0]
-            starting.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await starting
-            assert process.ended.done()
-            with pytest.raises(ComputeError, match="no process of that name"):
-                await on.dial(environment)
-            starting, _ = await on.expect("a")
-            await on.placement.started["a"][0].stop()
-            with pytest.raises(WorkerDied, match="a was stopped"):
-                await starting
-            peer, connection = await on.connect("a")  # The name can be used again.
-            connection.close()
-            await peer.died
-
-    run(test())
+async def test_a_start_that_is_cancelled_or_ends_early_leaves_no_process() -> None:
+    async with scene() as on:
+        starting, environment = await on.expect("a")
+        process = on.placement.started["a"][0]
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        assert process.ended.done()
+        with pytest.raises(ComputeError, match="no process of that name"):
+            await on.dial(environment)
+        starting, _ = await on.expect("a")
+        await on.placement.started["a"][0].stop()
+        with pytest.raises(WorkerDied, match="a was stopped"):
+            await starting
+        peer, connection = await on.connect("a")  # The name can be used again.
+        connection.close()
+        await peer.died
 
 
-def test_a_supervisor_that_closes_ends_handshakes_and_keeps_connections() -> None:
-    async def test() -> None:
-        async with scene() as on:
-            peer, connection = await on.connect("a")
-            half = on.stranger(hello())
-            await asyncio.to_thread(half.recv, 1)
-            starting, _ = await on.expect("b")
-            await on.supervisor.close()
-            await on.supervisor.close()
-            assert b"accepted" not in await ended(half)
-            with pytest.raises(asyncio.CancelledError):
-                await starting
-            connection.sendall(encode(Answer(1)))
-            while not peer.num_messages:
-                await asyncio.sleep(0)
-            connection.close()
-            await peer.died
-
-    run(test())
+async def test_a_supervisor_that_closes_ends_handshakes_and_keeps_connections() -> None:
+    async with scene() as on:
+        peer, connection = await on.connect("a")
+        half = on.stranger(hello())
+        await asyncio.to_thread(half.recv, 1)
+        starting, _ = await on.expect("b")
+        await on.supervisor.close()
+        await on.supervisor.close()
+        assert b"accepted" not in await ended(half)
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        connection.sendall(encode(Answer(1)))
+        while not peer.num_messages:
+            await asyncio.sleep(0)
+        connection.close()
+        await peer.died
 
 
 class Explosive:
@@ -360,50 +330,44 @@ class Explosive:
 
 
 @pytest.mark.parametrize("end", ["close", "reset", "unreadable", "cut"])
-def test_the_end_of_a_connection_is_the_death_of_the_process(end: str) -> None:
-    async def test() -> None:
-        async with scene() as on:
-            peer, connection = await on.connect("a")
-            asked = [asyncio.create_task(peer.ask("load", POLICY)) for _ in range(2)]
-            while len(peer.pending) < 2:
-                await asyncio.sleep(0)
-            if end == "reset":
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            elif end == "unreadable":
-                body = pickle.dumps(Explosive())
-                connection.sendall(struct.pack("<Q", len(body)) + body)
-            elif end == "cut":
-                connection.sendall(encode(Answer(1))[:-1])
-            if end != "unreadable":
-                connection.close()
-            reason = await peer.died
-            for one in asked:
-                with pytest.raises(WorkerDied, match="the connection to a"):
-                    await one
+async def test_the_end_of_a_connection_is_the_death_of_the_process(end: str) -> None:
+    async with scene() as on:
+        peer, connection = await on.connect("a")
+        asked = [asyncio.create_task(peer.ask("load", POLICY)) for _ in range(2)]
+        while len(peer.pending) < 2:
+            await asyncio.sleep(0)
+        if end == "reset":
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        elif end == "unreadable":
+            body = pickle.dumps(Explosive())
+            connection.sendall(struct.pack("<Q", len(body)) + body)
+        elif end == "cut":
+            connection.sendall(encode(Answer(1))[:-1])
+        if end != "unreadable":
+            connection.close()
+        reason = await peer.died
+        for one in asked:
             with pytest.raises(WorkerDied, match="the connection to a"):
-                await peer.ask("load", POLICY)
-            assert len(peer.unanswered) == 2
-            if end == "unreadable":
-                assert "ValueError" in str(reason) and await ended(connection) is not None
+                await one
+        with pytest.raises(WorkerDied, match="the connection to a"):
+            await peer.ask("load", POLICY)
+        assert len(peer.unanswered) == 2
+        if end == "unreadable":
+            assert "ValueError" in str(reason) and await ended(connection) is not None
 
-    run(test())
 
-
-def test_a_peer_that_is_closed_did_not_die() -> None:
-    async def test() -> None:
-        async with scene() as on:
-            peer, connection = await on.connect("a")
-            asked = asyncio.create_task(peer.ask("load", POLICY))
-            while not peer.pending:
-                await asyncio.sleep(0)
-            peer.close()
-            peer.close()
-            with pytest.raises(WorkerDied, match="a was ended"):
-                await asked
-            await ended(connection)
-            assert not peer.died.done()
-
-    run(test())
+async def test_a_peer_that_is_closed_did_not_die() -> None:
+    async with scene() as on:
+        peer, connection = await on.connect("a")
+        asked = asyncio.create_task(peer.ask("load", POLICY))
+        while not peer.pending:
+            await asyncio.sleep(0)
+        peer.close()
+        peer.close()
+        with pytest.raises(WorkerDied, match="a was ended"):
+            await asked
+        await ended(connection)
+        assert not peer.died.done()
 
 
 class Marked:
@@ -417,25 +381,21 @@ class Marked:
         return bytes, (1,)
 
 
-def test_a_large_request_is_encoded_in_a_thread_and_sent_in_small_parts() -> None:
+async def test_a_large_request_is_encoded_in_a_thread_and_sent_in_small_parts() -> None:
     """Python's lock is held for one part at a time, and the event loop encodes no batch."""
-
-    async def test() -> None:
-        marked, numbers = Marked(), np.arange(4 * PART_BYTES, dtype=np.uint8)
-        large = await LargeRequest.encoded(ProcessRequest("load_batch", next(IDS), POLICY, (marked, numbers)))
-        assert len(marked.threads) == 1 and threading.get_ident() not in marked.threads
-        sizes = [len(part) for part in large.parts()]
-        assert len(sizes) >= 5 and max(sizes) < PART_BYTES + 1000 < 2**20
-        async with scene() as on:
-            peer, connection = await on.connect("a")
-            with connection, connection.makefile("rb") as stream:
-                asked = asyncio.create_task(peer.send_large(large))
-                request = await asyncio.to_thread(next, requests(stream))
-                assert request.op == "load_batch" and (request.args[1] == numbers).all()
-                connection.sendall(encode(Answer(request.id, "loaded")))
-                assert await asked == "loaded" and not peer.pending
-
-    run(test())
+    marked, numbers = Marked(), np.arange(4 * PART_BYTES, dtype=np.uint8)
+    large = await LargeRequest.encoded(ProcessRequest("load_batch", next(IDS), POLICY, (marked, numbers)))
+    assert len(marked.threads) == 1 and threading.get_ident() not in marked.threads
+    sizes = [len(part) for part in large.parts()]
+    assert len(sizes) >= 5 and max(sizes) < PART_BYTES + 1000 < 2**20
+    async with scene() as on:
+        peer, connection = await on.connect("a")
+        with connection, connection.makefile("rb") as stream:
+            asked = asyncio.create_task(peer.send_large(large))
+            request = await asyncio.to_thread(next, requests(stream))
+            assert request.op == "load_batch" and (request.args[1] == numbers).all()
+            connection.sendall(encode(Answer(request.id, "loaded")))
+            assert await asked == "loaded" and not peer.pending
 
 
 # ---- processes ------------------------------------------------------------------------------------------------------
@@ -452,28 +412,24 @@ threading.Event().wait()
 
 
 @pytest.mark.parametrize(("sent", "code"), [(b"", 0), (struct.pack("<Q", 4) + b"\x80\x04x.", 1)])
-def test_a_process_ends_with_its_connection(sent: bytes, code: int) -> None:
+async def test_a_process_ends_with_its_connection(sent: bytes, code: int) -> None:
     """Also if it is sent what it cannot read, such as a recipe whose module only the server can import."""
-
-    async def test() -> None:
-        async with scene() as on:
-            starting, environment = await on.expect("a")
-            source = str(Path(rpc.__file__).parents[2])
-            process = subprocess.Popen(
-                [sys.executable, "-c", PROCESS],
-                env={**os.environ, **environment, "PYTHONPATH": source},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
-            )
-            peer = await starting
-            assert process.stdout is not None
-            assert await asyncio.to_thread(process.stdout.readline) == "127.0.0.1\n"
-            peer._writer.write(sent)
-            if sent:
-                await peer.died
-            peer.close()
-            output, _ = await asyncio.to_thread(process.communicate)
-            assert (output, process.returncode) == ("bye\n", code)
-
-    run(test())
+    async with scene() as on:
+        starting, environment = await on.expect("a")
+        source = str(Path(rpc.__file__).parents[2])
+        process = subprocess.Popen(
+            [sys.executable, "-c", PROCESS],
+            env={**os.environ, **environment, "PYTHONPATH": source},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        peer = await starting
+        assert process.stdout is not None
+        assert await asyncio.to_thread(process.stdout.readline) == "127.0.0.1\n"
+        peer._writer.write(sent)
+        if sent:
+            await peer.died
+        peer.close()
+        output, _ = await asyncio.to_thread(process.communicate)
+        assert (output, process.returncode) == ("bye\n", code)

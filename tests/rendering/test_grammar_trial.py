@@ -136,9 +136,9 @@ async def test_a_child_that_ends_is_replaced() -> None:
     trials = GrammarTrials()
     one, other = (Constraint(schema={"const": n}) for n in range(2))
     await trials.write("a", one, [], PLAIN)
-    assert trials._process is not None
-    trials._process.kill()
-    await trials._process.wait()
+    assert trials.process is not None
+    trials.process.kill()
+    await trials.process.wait()
     with pytest.raises(Later, match="ended"):
         await trials.write("a", other, [], PLAIN)
     assert await trials.write("a", other, [], PLAIN) == write_grammar(other, [], PLAIN)
@@ -155,7 +155,7 @@ async def test_no_child_starts_once_the_trials_are_closed(num_started: int) -> N
     for _ in range(num_started):
         await asyncio.sleep(0)
     await trials.close()
-    assert trials._process is None
+    assert trials.process is None
     errors = await asyncio.gather(*asking, return_exceptions=True)
     assert all(isinstance(error, Later) for error in errors), errors
-    assert trials._process is None
+    assert trials.process is None

@@ -98,13 +98,7 @@ async def _completion(served: Served, episode: dict[str, Any], *, stream: bool =
 
 
 async def _message(served: Served, episode: dict[str, Any], *, stream: bool = False, **body: Any) -> Answer:
-    client = served.anthropic(episode).messages
-    asked: dict[str, Any] = {"model": "policy", "messages": HELLO, "max_tokens": 300, "extra_body": body}
-    if stream:
-        async with client.stream(**asked) as events:
-            answer = await events.get_final_message()
-    else:
-        answer = await client.create(**asked)
+    answer = await ask(served.anthropic(episode), stream=stream, extra_body=body)
     uses = [block for block in answer.content if block.type == "tool_use"]
     results = [{"type": "tool_result", "tool_use_id": use.id, "content": str(i)} for i, use in enumerate(uses)]
     end = {"tool_use": "calls", "max_tokens": "length", "model_context_window_exceeded": "length"}

@@ -81,7 +81,7 @@ async def test_only_room_wakes_those_who_wait_for_it(tmp_path: Path) -> None:
         for task in waiting:
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
-        assert not gateway._waiters._waiting
+        assert not gateway.waiters.num_waiting
 
 
 async def test_a_place_in_a_group_wakes_its_own(tmp_path: Path) -> None:

@@ -462,7 +462,7 @@ async def test_a_stop_ends_the_wait_of_a_best_score(tmp_path: Path) -> None:
         await run.gateway.versions.record_evaluation(score(1, 0.5))
         run.compute.may_learn.set()
         await run.gateway.engine.stop()
-        await run.until(lambda: not run.gateway.versions._keeping)
+        await asyncio.wait_for(run.gateway.versions.close(), 20)
 
 
 async def test_a_best_score_whose_checkpoint_cannot_be_saved_ends_nothing(tmp_path: Path) -> None:

@@ -74,6 +74,6 @@ async def test_the_embedded_backend_has_no_replicas() -> None:
     assert compute.processes(PolicyId()) == [] and compute.samplers(PolicyId()) is None
     with pytest.raises(ConfigError, match="is not loaded"):
         await compute.scale(PolicyId(), SamplerBounds(2, 2))
-    compute._policies[PolicyId()] = cast(Hosted, SimpleNamespace(samplers=None))
+    compute.policies[PolicyId()] = cast(Hosted, SimpleNamespace(samplers=None))
     with pytest.raises(ConfigError, match=r"compute.backend = 'cluster'"):
         await compute.scale(PolicyId(), SamplerBounds(2, 2))

@@ -17,6 +17,7 @@ import pytest
 from agentjet.types import Call
 from tests.fakes import saying
 from tests.server.serving import Served, serving
+from tests.server.speaking import COMPLETIONS
 from tests.tiny import SPECIAL, tokenizer
 
 pytestmark = pytest.mark.anyio
@@ -48,23 +49,17 @@ async def test_a_prompt_is_fed_as_it_stands(tmp_path: Path, prompt: Any) -> None
         assert (answer.id, answer.system_fingerprint) == (f"cmpl-{call.id}", "policy-0")
 
 
-async def test_a_streamed_answer_is_the_plain_one(tmp_path: Path) -> None:
+async def test_a_stream_has_the_log_probabilities_of_the_plain_answer(tmp_path: Path) -> None:
     async with serving(tmp_path / "d", saying(lambda prompt: "grüße 🙂 to <think> you")) as served:
-        client = served.openai(await served.begin())
-        stream = await client.completions.create(
-            model="policy", prompt="x", stream=True, stream_options={"include_usage": True}, logprobs=0
-        )
-        chunks = [chunk async for chunk in stream]
-        plain = await client.completions.create(model="policy", prompt="x", logprobs=0)
-        pieces = [chunk.choices[0] for chunk in chunks if chunk.choices]
-        assert "".join(piece.text for piece in pieces) == plain.choices[0].text == "grüße 🙂 to <think> you"
-        assert sum(bool(piece.text) for piece in pieces) > 3, "it really streams"
-        assert [piece.finish_reason for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
-        assert pieces[-1].finish_reason == plain.choices[0].finish_reason == "stop"
-        assert chunks[-1].usage == plain.usage and plain.usage is not None and not chunks[-1].choices
-        whole = plain.choices[0].logprobs
+        episode = await served.begin()
+        plain, streamed = [
+            await COMPLETIONS.ask(served, episode, stream=stream, logprobs=0) for stream in (False, True)
+        ]
+        assert plain == streamed and plain.text == "grüße 🙂 to <think> you"
+        pieces, whole = streamed.raw, plain.raw.choices[0].logprobs
+        assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + ["stop"]
         assert whole is not None and whole.tokens is not None
-        assert len(whole.tokens) == plain.usage.completion_tokens and whole.tokens[-1] == "<|im_end|>"
+        assert len(whole.tokens) == plain.usage[1] and whole.tokens[-1] == "<|im_end|>"
         for name in ("tokens", "token_logprobs", "text_offset"):
             parts = [getattr(piece.logprobs, name) for piece in pieces]
             assert [item for part in parts for item in part] == getattr(whole, name)

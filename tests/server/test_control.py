@@ -181,10 +181,10 @@ async def test_a_client_that_leaves_while_it_waits_gets_no_episode(tmp_path: Pat
         await served.begin(task_id="b")
         async with httpx.AsyncClient(verify=False, base_url=served.url, headers=served.http.headers) as gone:
             waiting = asyncio.create_task(gone.post("/swarm/v1/episodes", json={"task_id": "c", "wait": 30}))
-            await served.run.until(lambda: bool(served.run.gateway._waiters._waiting))
+            await served.run.until(lambda: served.run.gateway.waiters.num_waiting == 1)
             waiting.cancel()
             await asyncio.wait([waiting])
-        await served.run.until(lambda: not served.run.gateway._waiters._waiting)
+        await served.run.until(lambda: not served.run.gateway.waiters.num_waiting)
         await served.http.post(f"/swarm/v1/episodes/{first['episode_id']}/abort")
         await asyncio.sleep(0.05)
         assert served.run.gateway.status().episodes["live"] == 1

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import psutil
@@ -16,16 +15,15 @@ from agentjet.protocol import GpuView
 from agentjet.server.monitoring import read_gpu
 from tests.server.serving import serving
 
+pytestmark = pytest.mark.anyio
 
-def test_the_route_measures_this_machine(tmp_path: Path) -> None:
-    async def play() -> None:
-        async with serving(tmp_path / "data") as served:
-            first, second = [(await served.http.get("/swarm/v1/machine")).json() for _ in range(2)]
-            assert first == second
-            assert first["cores"] == psutil.cpu_count() and 0 <= first["cpu"] <= 1
-            assert 0 < first["memory_used"] < first["memory_total"] == psutil.virtual_memory().total
 
-    asyncio.run(play())
+async def test_the_route_measures_this_machine(tmp_path: Path) -> None:
+    async with serving(tmp_path / "data") as served:
+        first, second = [(await served.http.get("/swarm/v1/machine")).json() for _ in range(2)]
+        assert first == second
+        assert first["cores"] == psutil.cpu_count() and 0 <= first["cpu"] <= 1
+        assert 0 < first["memory_used"] < first["memory_total"] == psutil.virtual_memory().total
 
 
 @pytest.mark.parametrize(

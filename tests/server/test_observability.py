@@ -137,7 +137,6 @@ def test_the_worst_gap_of_every_period_is_known() -> None:
     cpu, wall = Clock(), Clock()
     cpu.now = wall.now = 0.0
     lag = LoopLag(cpu=cpu, monotonic=wall)
-    lag._last = (0.0, 0.0)
     ends = []
     for cpu_seconds, wall_seconds in [(0.3, 0.3), (0.1, 9.0), (0.2, 0.25), (0.01, 0.01), (4.0, 0.05)]:
         cpu.advance(cpu_seconds)
@@ -227,12 +226,12 @@ async def test_reading_a_status_renews_no_lease(tmp_path: Path, monkeypatch: pyt
 
 async def test_the_measurement_ends_with_the_server(tmp_path: Path) -> None:
     async with running(tmp_path / "d") as run:
-        thread = run.runs.lag._thread
-        assert thread is not None and thread.is_alive()
+        [thread] = [each for each in threading.enumerate() if each.name == "loop-lag"]
     assert not thread.is_alive()
     run.runs.lag.close()
+    ended = run.runs.lag.now()
     await asyncio.sleep(2 * EVERY)
-    assert run.runs.lag._timer is None
+    assert run.runs.lag.worst(ended) is None
 
 
 # ---- spans -----------------------------------------------------------------------------------------------------------

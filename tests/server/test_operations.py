@@ -16,6 +16,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from agentjet import database
 from tests.server.serving import ADMIN, VIEWER, Served, bearer, serving
 from tests.swarm.world import refused_commits
 
@@ -56,7 +57,7 @@ async def test_a_full_disk_is_told_once_and_over_when_it_takes_a_write(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with serving(tmp_path / "d") as served:
-        with refused_commits(served.run.gateway._journal):
+        with refused_commits(served.run.gateway.swarm.journal):
             for _ in range(3):
                 refused = await served.http.post("/swarm/v1/episodes", json={"task_id": "t"})
                 assert (refused.status_code, refused.json()["code"]) == (503, "journal_unavailable")
@@ -100,20 +101,21 @@ async def test_labels_hold_no_control_characters(tmp_path: Path) -> None:
         assert "\\\\x1b[2Jspeed é" in text and "\x1b" not in text
 
 
-async def test_episodes_are_looked_up_apart_from_the_event_loop(tmp_path: Path) -> None:
+async def test_episodes_are_looked_up_apart_from_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with serving(tmp_path / "d") as served:
         used: set[int] = set()
         await served.run.batch()
         live = (await served.begin(mode="eval"))["episode_id"]
-        reader, of_the_loop = served.run.gateway.reader, threading.get_ident()
-        connect = reader._connect
-        reader._connect = lambda: (used.add(threading.get_ident()), connect())[1]
+        connect = database.connect
+        monkeypatch.setattr(database, "connect", lambda *place: (used.add(threading.get_ident()), connect(*place))[1])
         found = (await served.http.get("/swarm/v1/episodes", params={"status": "finished"})).json()["episodes"]
         assert len(found) == 4 and {episode["status"] for episode in found} == {"finished"}
         assert (await served.http.get("/swarm/v1/episodes")).json()["episodes"][0]["episode_id"] == live
         opened = (await served.http.get(f"/swarm/v1/episodes/{found[0]['episode_id']}")).json()
         assert [call["role"] for call in opened["calls"]] == [""] and opened["calls"][0]["texts"]
-        assert used and of_the_loop not in used
+        assert used and threading.get_ident() not in used
 
 
 async def test_a_viewer_reads_only(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ async def test_a_silent_client_does_not_stop_the_training_of_another_one(tmp_pat
         headers = {"Authorization": f"Bearer {TOKEN}"}
         async with httpx.AsyncClient(base_url=served.url, headers=headers, trust_env=False, timeout=10) as http:
             first = asyncio.gather(*(play(served, http, name) for name in "ab"))
-            await served.run.until(lambda: bool(gateway._waiters._waiting))
+            await served.run.until(lambda: gateway.waiters.num_waiting > 0)
             status = (await http.get("/swarm/v1/status")).json()
             assert "client 'other' waits for a place, 'greedy' holds 2 open groups" in status["waiting_for"]
             assert status["places"]["greedy"]["num_open"] == 2 and status["places"]["other"]["waits"]

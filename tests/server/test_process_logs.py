@@ -10,6 +10,8 @@ import pytest
 from agentjet.server import monitoring
 from agentjet.server.monitoring import limit_process_logs, shorten_logs
 
+pytestmark = pytest.mark.anyio
+
 
 @pytest.mark.parametrize("name", ["serve.log", "logs/worker.log", "logs/worker-2.log", "logs/policy/rank-0.log"])
 def test_a_log_without_end_is_shortened(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,7 +33,7 @@ def test_a_log_without_end_is_shortened(name: str, tmp_path: Path, monkeypatch: 
     assert other.stat().st_size == 2000
 
 
-def test_logs_are_shortened_again_after_a_failure(
+async def test_logs_are_shortened_again_after_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is logged once, with its reason."""
@@ -42,14 +44,11 @@ def test_logs_are_shortened_again_after_a_failure(
         if len(checks) < 4:
             raise PermissionError("the folder of logs")
 
-    async def scenario() -> None:
-        monkeypatch.setattr(monitoring, "LOG_CHECK_SECONDS", 0.001)
-        monkeypatch.setattr(monitoring, "shorten_logs", failing)
-        limiter = asyncio.create_task(limit_process_logs(tmp_path))
-        async with asyncio.timeout(30):
-            while len(checks) < 6:
-                await asyncio.sleep(0.001)
-        limiter.cancel()
-
-    asyncio.run(scenario())
+    monkeypatch.setattr(monitoring, "LOG_CHECK_SECONDS", 0.001)
+    monkeypatch.setattr(monitoring, "shorten_logs", failing)
+    limiter = asyncio.create_task(limit_process_logs(tmp_path))
+    async with asyncio.timeout(30):
+        while len(checks) < 6:
+            await asyncio.sleep(0.001)
+    limiter.cancel()
     assert caplog.text.count("could not be shortened") == 1 and "PermissionError: the folder of logs" in caplog.text

@@ -18,10 +18,9 @@ Texts of tokens.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -77,16 +76,9 @@ def finished(unfinished: Unfinished[View]) -> View:
     return unfinished.finish(called(unfinished.advantages))
 
 
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    world = World(tmp_path)
-    yield world
-    world.close()
-
-
 @pytest.mark.parametrize("recipe", OF_REWARDS)
-def test_advantages_are_the_learners(tmp_path: Path, recipe: str) -> None:
-    world = World(tmp_path, recipe=recipe, group_size=3)
+def test_advantages_are_the_learners(make_world: Callable[..., World], recipe: str) -> None:
+    world = make_world(recipe=recipe, group_size=3)
     rewards = ((0.0, 0.5, 1.0), (1.0, 1.0, 0.25))
     for number, of_group in enumerate(rewards):
         world.play(f"g{number}", *of_group)
@@ -102,7 +94,6 @@ def test_advantages_are_the_learners(tmp_path: Path, recipe: str) -> None:
     assert len(seen) >= 5, "a recipe may leave out an episode"
     for episode_id, values in seen.items():
         assert [*values] == pytest.approx([found.of[episode_id][""]])
-    world.close()
 
 
 @pytest.mark.parametrize("recipe", OF_TOKENS)
@@ -116,8 +107,8 @@ def test_recipes_of_tokens_have_a_note(world: World, recipe: str, monkeypatch: p
     assert (found.of, found.note) == ({}, f"{recipe} computes advantages from tokens or calls, next to the weights")
 
 
-def test_rewards_by_policy_and_role(tmp_path: Path) -> None:
-    world = World(tmp_path, policies=("planner", "coder"), batch_size=1)
+def test_rewards_by_policy_and_role(make_world: Callable[..., World]) -> None:
+    world = make_world(policies=("planner", "coder"), batch_size=1)
     world.journal.branch(Origin({"coder": {}, "planner": {}}), "elsewhere@0")
     for planner, coder, critic in ((0.0, 1.0, 3.0), (1.0, 1.0, 5.0)):
         episode = world.begin("g")
@@ -129,7 +120,6 @@ def test_rewards_by_policy_and_role(tmp_path: Path) -> None:
     assert found[first].keys() == {"planner", "coder", "coder/critic"}
     assert found[first]["planner"] == -found[second]["planner"] < 0 and found[first]["coder"] == 0.0
     assert found[first]["coder/critic"] == -found[second]["coder/critic"] < 0
-    world.close()
 
 
 def test_states_of_a_group(world: World) -> None:

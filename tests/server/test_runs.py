@@ -31,6 +31,7 @@ from typing import Any
 
 import pytest
 
+from agentjet.config import check_models
 from agentjet.errors import (
     ConfigError,
     Conflict,
@@ -44,7 +45,6 @@ from agentjet.errors import (
 from agentjet.front.calls import CallRequest
 from agentjet.protocol import AbortRequest, BeginRequest, EpisodeQuery, Event, FinishRequest, RunSettings, status_of
 from agentjet.server.gateway import Gateway
-from agentjet.server.runs import Runs
 from agentjet.swarm import Journal
 from agentjet.swarm.journal_file import JournalFile
 from agentjet.swarm.state import Store
@@ -404,7 +404,7 @@ async def test_a_failed_run_that_is_started_meanwhile_keeps_its_policies(
         run.compute.fail_start = [ConfigError("model.name = 'mistyped' is not a folder")]
         with pytest.raises(ConfigError, match="mistyped"):
             await opened(run, policies={"solo": {"worker": "second"}})
-        gateway, loop, check = run.runs.get("other"), asyncio.get_running_loop(), Runs._checked_job
+        gateway, loop, check = run.runs.get("other"), asyncio.get_running_loop(), check_models
 
         async def start() -> None:
             gateway.engine.start()
@@ -413,7 +413,7 @@ async def test_a_failed_run_that_is_started_meanwhile_keeps_its_policies(
             asyncio.run_coroutine_threadsafe(start(), loop).result()
             return check(*args, **kwargs)
 
-        monkeypatch.setattr(Runs, "_checked_job", start_first)
+        monkeypatch.setattr("agentjet.server.runs.check_models", start_first)
         with pytest.raises(Conflict, match=r'its policies are \{"solo"') as refused:
             await run.runs.put("other", RunSettings(policies={"planner": {}}))
         assert refused.value.code == "run_policies_changed" and run.runs.get("other") is gateway
@@ -482,7 +482,7 @@ async def test_a_replaced_job_survives_a_restart_with_the_same_settings(
 
 async def test_a_job_that_the_disk_refuses_is_not_in_force(tmp_path: Path) -> None:
     async with running(tmp_path / "d") as run:
-        before, db = job_body(run.gateway), run.gateway._journal.file.db
+        before, db = job_body(run.gateway), run.gateway.swarm.journal.file.db
         await run.gateway.commits.durable()
         db.execute(f"PRAGMA max_page_count = {db.execute('PRAGMA page_count').fetchone()[0]}")
         body = before.model_copy(

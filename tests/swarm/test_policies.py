@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,8 @@ REWARDS: tuple[dict[str, float], ...] = (
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> Any:
-    world = World(tmp_path, policies=NAMES, batch_size=1)
-    yield world
-    world.close()
+def world(make_world: Callable[..., World]) -> World:
+    return make_world(policies=NAMES, batch_size=1)
 
 
 def played(world: World, roles: tuple[str, ...], rewards: list[dict[str, Any]]) -> Batch:

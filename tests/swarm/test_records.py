@@ -7,8 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any, get_args
 
 import pytest
@@ -21,10 +20,8 @@ from tests.swarm.world import World
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    world = World(tmp_path, max_staleness=4)
-    yield world
-    world.close()
+def world(make_world: Callable[..., World]) -> World:
+    return make_world(max_staleness=4)
 
 
 def found(world: World, **query: Any) -> list[EpisodeRecord]:

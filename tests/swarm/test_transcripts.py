@@ -8,8 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
@@ -18,11 +17,10 @@ from tests.swarm.world import World
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    world = World(tmp_path, batch_size=3)
+def world(make_world: Callable[..., World]) -> World:
+    world = make_world(batch_size=3)
     world.swarm.transcript_bytes = 10**6
-    yield world
-    world.close()
+    return world
 
 
 def learned(world: World, *groups: tuple[float, ...]) -> list[list[EpisodeRecord]]:

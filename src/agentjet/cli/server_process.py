@@ -106,7 +106,7 @@ async def _serve(config: ServeConfig, listener: socket.socket, tracing: Tracing,
         exit_with_parent(signal.SIGTERM)
     await runs.start()
     serving = asyncio.create_task(http.serve(sockets=[listener]))
-    printer = asyncio.create_task(_print_runs(runs))
+    printer = asyncio.create_task(print_runs(runs))
     limiter = asyncio.create_task(limit_process_logs(data_dir))
     ready = asyncio.create_task(runs.default.engine.wait_until_up())
     try:
@@ -121,7 +121,7 @@ async def _serve(config: ServeConfig, listener: socket.socket, tracing: Tracing,
                 return False
             tune_python()
             runs.lag.start()  # The start does not count.
-            _greet(runs.default, url, data_dir)
+            greet(runs.default, url, data_dir)
             await asyncio.wait([serving, stop], return_when=asyncio.FIRST_COMPLETED)
         _print("Stopping: the present batch is finished and a checkpoint saved (Ctrl-C again: at once) …")
         async with _shown(lambda: next(filter(None, (one.doing() for one in runs.open_gateways())), "")):
@@ -159,7 +159,7 @@ async def _shown(doing: Callable[[], str]) -> AsyncIterator[None]:
         line.clear()
 
 
-def _greet(gateway: Gateway, url: str, data_dir: Path) -> None:
+def greet(gateway: Gateway, url: str, data_dir: Path) -> None:
     version = f"policy version {gateway.swarm.policy_version}"
     if gateway.hosted.names:
         _print(f"Ready: policies {', '.join(gateway.hosted.names)}, {version}.")
@@ -183,7 +183,7 @@ def _greet(gateway: Gateway, url: str, data_dir: Path) -> None:
     )
 
 
-async def _print_runs(runs: Runs) -> None:
+async def print_runs(runs: Runs) -> None:
     """Prints a line for each batch of every run."""
     printed: set[Gateway] = set()
     async with asyncio.TaskGroup() as printers:

@@ -121,7 +121,7 @@ class ProcessCompute:
         """That of all supervisors of this machine, whose GPUs it divides."""
         self._workers: dict[str, Ranks] = {}
         """The workers that new policies get, by name."""
-        self._policies: dict[PolicyId, Hosted] = {}
+        self.policies: dict[PolicyId, Hosted] = {}
         self._autoscaling: asyncio.Task[None] | None = None
 
     def capabilities(self, settings: ComputeConfig) -> Capabilities:
@@ -130,14 +130,14 @@ class ProcessCompute:
     async def add(
         self, policy: PolicyId, model: ModelConfig, *, worker: str = "", settings: ComputeConfig = EMBEDDED
     ) -> ModelInfo:
-        if (hosted := self._policies.get(policy)) is not None and hosted.settings.backend != settings.backend:
+        if (hosted := self.policies.get(policy)) is not None and hosted.settings.backend != settings.backend:
             await self.remove(policy)
         if settings.backend == "embedded":
             return await self._add_to_worker(policy, model, worker, settings)
         return await self._add_ranks(policy, model, settings)
 
     async def remove(self, policy: PolicyId) -> None:
-        if (hosted := self._policies.pop(policy, None)) is None:
+        if (hosted := self.policies.pop(policy, None)) is None:
             return
         if hosted.samplers is None:
             await self._leave(policy, hosted.ranks)
@@ -212,7 +212,7 @@ class ProcessCompute:
         return done.pop().result()
 
     def processes(self, policy: PolicyId) -> list[ProcessStatus]:
-        hosted = self._policies.get(policy)
+        hosted = self.policies.get(policy)
         if hosted is None:
             return []
         ranks, samplers, place = hosted.ranks, hosted.samplers, hosted.room.supervisor.place
@@ -228,7 +228,7 @@ class ProcessCompute:
         return [*found, *(replace(one, place=place(one.name)) for one in samplers.replicas.status())]
 
     def samplers(self, policy: PolicyId) -> SamplersStatus | None:
-        hosted = self._policies.get(policy)
+        hosted = self.policies.get(policy)
         if hosted is None or hosted.samplers is None:
             return None
         replicas = hosted.samplers.replicas
@@ -236,7 +236,7 @@ class ProcessCompute:
         return SamplersStatus(bounds, replicas.fleet.count, running=replicas.num_running, waiting=replicas.num_waiting)
 
     async def scale(self, policy: PolicyId, bounds: SamplerBounds) -> None:
-        hosted = self._policies.get(policy)
+        hosted = self.policies.get(policy)
         if hosted is None:
             raise ConfigError(f"the policy {policy} is not loaded, so it has no samplers to scale: start it first")
         if hosted.samplers is None:
@@ -258,7 +258,7 @@ class ProcessCompute:
         if self._autoscaling is not None:
             self._autoscaling.cancel()
             await asyncio.wait([self._autoscaling])
-        await asyncio.gather(*(self.remove(policy) for policy in list(self._policies)))
+        await asyncio.gather(*(self.remove(policy) for policy in list(self.policies)))
         await asyncio.gather(*(worker.close() for worker in self._workers.values()))
         self._workers.clear()
         self._local = None
@@ -274,8 +274,8 @@ class ProcessCompute:
         ranks = self._workers.get(worker)
         if ranks is None or ranks.has_ended:
             ranks = self._workers[worker] = self._worker(worker, room)
-        replaced = self._policies.get(policy)
-        self._policies[policy] = Hosted(model, settings, room, ranks)
+        replaced = self.policies.get(policy)
+        self.policies[policy] = Hosted(model, settings, room, ranks)
         if replaced is not None and replaced.ranks is not ranks:
             await self._leave(policy, replaced.ranks)
         try:
@@ -294,7 +294,7 @@ class ProcessCompute:
 
     async def _leave(self, policy: PolicyId, ranks: Ranks) -> None:
         """Free a policy in a worker, or end the worker if it has no other policy."""
-        if any(other.ranks is ranks for other in self._policies.values()):
+        if any(other.ranks is ranks for other in self.policies.values()):
             with contextlib.suppress(ComputeError):  # The worker died, or ends because the removal failed.
                 await ranks.ask("remove", policy)
         else:
@@ -303,7 +303,7 @@ class ProcessCompute:
     # ---- the cluster backend -----------------------------------------------------------------------------------------
 
     async def _add_ranks(self, policy: PolicyId, model: ModelConfig, settings: ComputeConfig) -> ModelInfo:
-        hosted, has_served = self._policies.get(policy), False
+        hosted, has_served = self.policies.get(policy), False
         if hosted is not None and hosted.samplers is not None:
             fleet = hosted.samplers.replicas.fleet
             is_same = (hosted.model, hosted.settings) == (model, settings)
@@ -338,7 +338,7 @@ class ProcessCompute:
         room = Room(supervisor, self._log_folder, gpus=0 if free is None else 1)
         samplers = Samplers(policy, model, settings, self._config, room, has_served=has_served)
         ranks = self._group(policy, settings, room, group=1)
-        hosted = self._policies[policy] = Hosted(model, settings, room, ranks, samplers)
+        hosted = self.policies[policy] = Hosted(model, settings, room, ranks, samplers)
         if self._autoscaling is None:
             self._autoscaling = asyncio.create_task(self._autoscale())
         return hosted
@@ -394,7 +394,7 @@ class ProcessCompute:
         """Boundary: a failure, such as that of a Ray cluster, ends one attempt."""
         while True:
             await asyncio.sleep(OBSERVE_SECONDS)
-            for policy, hosted in list(self._policies.items()):
+            for policy, hosted in list(self.policies.items()):
                 try:
                     if hosted.samplers is not None:
                         await self.observe(policy, hosted, hosted.samplers)
@@ -411,7 +411,7 @@ class ProcessCompute:
         wanted = autoscaler.observe(present, completions)
         if wanted > present:
             wanted = max(present, min(wanted, await self._most_samplers(hosted)))
-        if samplers.autoscaler is not autoscaler or self._policies.get(policy) is not hosted:
+        if samplers.autoscaler is not autoscaler or self.policies.get(policy) is not hosted:
             return  # `scale` or `remove` came in between.
         if wanted != present and not fleet.failed.done():
             log.info("policy %s: %d samplers instead of %d, for %d completions", policy, wanted, present, completions)
@@ -431,7 +431,7 @@ class ProcessCompute:
         total = await supervisor.placement.num_gpus()
         if total is None:
             return None
-        return total - sum(hosted.num_gpus for hosted in self._policies.values() if hosted.settings.address == address)
+        return total - sum(hosted.num_gpus for hosted in self.policies.values() if hosted.settings.address == address)
 
     # ---- both --------------------------------------------------------------------------------------------------------
 
@@ -469,9 +469,9 @@ class ProcessCompute:
 
     def _hosted(self, policy: PolicyId) -> Hosted:
         """Raises `PolicyRemoved` for a policy that was not added."""
-        if policy not in self._policies:
+        if policy not in self.policies:
             raise PolicyRemoved(f"no worker has the policy {policy}: add it first")
-        return self._policies[policy]
+        return self.policies[policy]
 
     async def _ask(self, op: str, policy: PolicyId, *args: Any) -> Any:
         return await self._hosted(policy).ranks.ask(op, policy, *args)

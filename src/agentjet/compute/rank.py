@@ -321,12 +321,12 @@ class Rank:
         """The main loop. Raises the failure of a request that may have left half a change."""
         arrivals_end = 0.0
         while True:
-            request = self._next_request(arrivals_end)
+            request = self.next_request(arrivals_end)
             if request is None:
-                self._sample_step()
+                self.sample_step()
                 arrivals_end = 0.0
                 continue
-            self._answer(request)
+            self.answer(request)
             if request.op == "sample":
                 arrivals_end = arrivals_end or time.monotonic() + ARRIVALS_SECONDS
 
@@ -336,7 +336,7 @@ class Rank:
             return getattr(self, f"_{op}")(policy, *args)
         return getattr(self._hosted(policy), op)(*args)
 
-    def _next_request(self, arrivals_end: float) -> ProcessRequest | None:
+    def next_request(self, arrivals_end: float) -> ProcessRequest | None:
         """Returns the next request; None when the samplers should do a step.
 
         A step costs nearly the same for one completion as for fifty, and requests arrive together. So the loop waits
@@ -351,7 +351,7 @@ class Rank:
         except queue.Empty:
             return None
 
-    def _answer(self, request: ProcessRequest) -> None:
+    def answer(self, request: ProcessRequest) -> None:
         """Handle a request. Raises a failure that may have left half a change."""
         op, id, policy, args = self.present = request
         assert policy is not None
@@ -486,7 +486,7 @@ class Rank:
     def _samplers(self) -> list[ModelSampler]:
         return list(dict.fromkeys(host.sampler for host in self.policies.values() if host.sampler is not None))
 
-    def _sample_step(self) -> None:
+    def sample_step(self) -> None:
         complete: dict[int, FinishReason | None] = {}
         for new in [new for sampler in self._samplers() for new in sampler.step()]:
             piece = self._pieces[new.id]

@@ -224,7 +224,7 @@ class GrammarTrials:
     """Writes and tries grammars, one at a time. The child process starts with the first one. Close it at the end."""
 
     def __init__(self) -> None:
-        self._process: asyncio.subprocess.Process | None = None
+        self.process: asyncio.subprocess.Process | None = None
         self._is_closed = False
         self._results: OrderedDict[bytes, str | InvalidRequest] = OrderedDict()
         """By digest of the schemas, which may have megabytes."""
@@ -285,14 +285,14 @@ class GrammarTrials:
 
     async def _ask(self, asked: bytes) -> dict[str, Any]:
         self._check_open()
-        if self._process is None:
+        if self.process is None:
             command = [sys.executable, "-P", "-c", f"from {__name__} import main; main()"]
             pipe = asyncio.subprocess.PIPE
-            self._process = await asyncio.create_subprocess_exec(
+            self.process = await asyncio.create_subprocess_exec(
                 *command, stdin=pipe, stdout=pipe, start_new_session=True
             )
             self._check_open()  # It was perhaps closed meanwhile.
-        sending, receiving = self._process.stdin, self._process.stdout
+        sending, receiving = self.process.stdin, self.process.stdout
         assert sending is not None and receiving is not None
         sending.write(SIZE.pack(len(asked)) + asked)
         await sending.drain()
@@ -312,7 +312,7 @@ class GrammarTrials:
             await self._end_process()
 
     async def _end_process(self) -> None:
-        process, self._process = self._process, None
+        process, self.process = self.process, None
         if process is not None and process.returncode is None:
             process.kill()
             await process.wait()

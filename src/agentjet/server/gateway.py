@@ -82,6 +82,10 @@ class AdmissionWaiters:
     def __init__(self) -> None:
         self._waiting: dict[Hashable, set[asyncio.Future[None]]] = {}
 
+    @property
+    def num_waiting(self) -> int:
+        return sum(map(len, self._waiting.values()))
+
     async def wait(self, key: Hashable, timeout: float) -> None:
         """Returns after the next `wake` of this key or of all keys, or after `timeout` seconds."""
         woken = asyncio.get_running_loop().create_future()
@@ -181,7 +185,7 @@ class Gateway:
         self.calls = Calls(self.hosted, self.commits, self.phase.gate, self.telemetry.tracing, clock)
         self._turn = asyncio.Lock()
         """Held around `rollout` and `accept`, so that a recipe gets one call at a time, about the present state."""
-        self._waiters = AdmissionWaiters()
+        self.waiters = AdmissionWaiters()
         self._admits = self._admission()
         self._tasks: list[asyncio.Task[None]] = []
         """Those of a started run."""
@@ -209,7 +213,7 @@ class Gateway:
         self.closing = True
         self.changed.notify()
         self.ticks.close()
-        self._waiters.wake()
+        self.waiters.wake()
         await self.engine.stop()
 
     async def close(self) -> None:
@@ -250,7 +254,7 @@ class Gateway:
             group = (request.client_id, request.group_name, request.task_set)
             pause = min(left, self.swarm.job.lease_seconds / 2)  # A waiting client is alive: see above.
             with self.swarm.places.held(request, refusal):
-                await self._waiters.wait(request.client_id if refusal.code == TOO_MANY_EPISODES else group, pause)
+                await self.waiters.wait(request.client_id if refusal.code == TOO_MANY_EPISODES else group, pause)
 
     async def _begin(self, request: BeginRequest, idempotency_key: str | None) -> EpisodeRecord:
         """Starts an episode now. The hook `rollout` of a plug-in is called for a new group. Raises `Later`."""
@@ -374,7 +378,7 @@ class Gateway:
         self._check_revision(body.revision)  # Another request may have replaced it in the meantime.
         self.swarm.replace_job(job)
         self.changed.notify()
-        self._waiters.wake()
+        self.waiters.wake()
         answer = job_of(self.queries)
         await self.commits.durable()
         return answer
@@ -493,14 +497,14 @@ class Gateway:
         """Wakes the waiting begins that `event` may admit."""
         before, self._admits = self._admits, self._admission()
         if event.kind == "task_set" or before[1:] != self._admits[1:] or self._admits[0] > before[0]:
-            self._waiters.wake()
+            self.waiters.wake()
         elif event.kind == "episode":
             body = event.body
             group = (body["client_id"], body["group"], body["task_set"])
             if body["status"] in ("live", "aborted", "expired"):  # Its group is open now, or has a free place.
-                self._waiters.wake(group)
+                self.waiters.wake(group)
             if body["status"] != "live":
-                self._waiters.wake(body["client_id"])
+                self.waiters.wake(body["client_id"])
 
     def _admission(self) -> tuple[int, bool, int, int]:
         """Returns the facts on which the admission of every client depends."""
@@ -523,7 +527,7 @@ class Gateway:
                 if self._can_decide():  # A group may be closing without an event.
                     self.changed.notify()
                 if self.swarm.places.refresh() or self.swarm.is_undone:
-                    self._waiters.wake()
+                    self.waiters.wake()
                 if self.swarm.is_undone:
                     self.swarm.is_undone = False
                     self.changed.notify()
