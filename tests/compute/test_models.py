@@ -224,7 +224,7 @@ def test_the_tokenizer_is_that_of_transformers(tmp_path: Path, monkeypatch: pyte
 def test_a_model_with_named_templates_loads(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = make_architecture(tmp_path / "model", "llama")
     (folder / "additional_chat_templates").mkdir()
-    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}<tool_call>")
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}<tool_call></tool_call>")
     policy = make_policy(folder)
     assert policy.info.tool_format == "hermes"
     policy.save(tmp_path / "export", merged=True)
@@ -232,7 +232,7 @@ def test_a_model_with_named_templates_loads(tmp_path: Path, caplog: pytest.LogCa
     shutil.rmtree(folder / "additional_chat_templates")
     with caplog.at_level(logging.WARNING, "agentjet"):
         make_policy(folder)
-    assert "its chat template has no tools in a known format" in caplog.text
+    assert "the chat template has no tools" in caplog.text
 
 
 def test_a_model_that_generates_no_text_is_refused(tmp_path: Path) -> None:

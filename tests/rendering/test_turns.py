@@ -148,14 +148,21 @@ NAME = "m.tool_calls[0].function.name"
 
 @pytest.mark.parametrize(
     "written",
-    [f"'call ' + {NAME}", f"'call ' + {NAME} + '!'", f"{NAME} + '[INST]</s>'", f"loop.index ~ {NAME}", "'call</s>'"],
-    ids=["no end", "no end either", "a control token inside", "a changing head", "no name"],
+    [f"'call ' + {NAME}", f"'call ' + {NAME} + '!'", f"loop.index ~ {NAME}", "'call</s>'"],
+    ids=["no end", "no end either", "a changing head", "no name"],
 )
 def test_where_the_way_cannot_be_told_the_plain_messages_are_written(written: str, build: Build) -> None:
     renderer = build("mistral", REFUSING.replace("WRITTEN", written))
     history = Conversation((USER, MORE, CALL, RESULT))
     assert renderer.render(history, sampled={2: b"BODY"}) == renderer.render(history)
     assert b"BODY" not in renderer.render(history, sampled={2: b"BODY"})
+
+
+def test_a_call_with_a_control_token_inside_is_what_was_sampled(build: Build) -> None:
+    renderer = build("mistral", REFUSING.replace("WRITTEN", f"{NAME} + '[INST]</s>'"))  # as DeepSeek, Kimi and harmony
+    asked, ending = renderer.render(Conversation((USER, MORE))), control("mistral", "</s>")
+    written = renderer.render(Conversation((USER, MORE, CALL, RESULT)), sampled={2: b"BODY" + ending})
+    assert written.startswith(asked + b"BODY" + ending + control("mistral", "[INST]"))
 
 
 def test_ids_that_mistral_refuses_are_replaced(build: Build) -> None:

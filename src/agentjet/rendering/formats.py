@@ -364,12 +364,12 @@ def split_calls(text: str, tool_format: str, tools: Tools = ()) -> tuple[str, li
         if head is None:
             break
         item = syntax.read(text, head, schemas)
-        # An object in a broken call, or in prose, may look like a call.
-        known_only = schemas and (syntax.is_unmarked or broken)
+        only_junk = syntax.is_junk(text[max(done, section[1]) : head.start()])
+        # An object in a broken call, or in prose, may look like a call. Behind a call, it is one.
+        known_only = schemas and (broken or (syntax.is_unmarked and not (found and only_junk)))
         if item is None or (known_only and any(call.name not in schemas for call in item[1])):
             broken, at = broken + 1, head.start() + 1
             continue
-        only_junk = syntax.is_junk(text[max(done, section[1]) : head.start()])
         kept.append(text[done : max(done, section[0]) if only_junk else head.start()])
         found += item[1]
         done = at = item[0]
