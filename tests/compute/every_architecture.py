@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.tiny import make_tokenizer, tokenizer
+from tests.tiny import dialect, make_tokenizer, tokenizer
 
 SIZES = {
     32: "hidden_size d_model n_embd dim emb_dim embed_dim decoder_hidden_size attention_hidden_size n_embed "
@@ -69,6 +69,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "recurrent_gemma": {"num_hidden_layers": 3},
 }
 """Settings that make a small config consistent, by model type."""
+ENDS_OF_REASONING = ("</think>", "<|end|>", "<channel|>")
 
 
 def model_types() -> Iterator[tuple[str, str]]:
@@ -82,13 +83,24 @@ def model_types() -> Iterator[tuple[str, str]]:
         yield from ((name, model_type) for model_type in types)
 
 
-def make_any(folder: Path, auto: str, model_type: str) -> Path:
-    """Writes a tiny model. Any error of the library means that its config cannot be made small so."""
+def make_any(folder: Path, auto: str, model_type: str, *, template: str = "chatml", favoured: float = 0.0) -> Path:
+    """Writes a tiny model. Any error of the library means that its config cannot be made small so.
+
+    `favoured` is added to the logits of end tokens and of tokens that end reasoning, so that random weights end soon.
+    """
     import torch
     import transformers
 
     defaults = transformers.AutoConfig.for_model(model_type)
     config = type(defaults)(**_joined(_small(defaults), CHANGES.get(model_type, {})))
+    own = tokenizer(template)
+    ends = [own.token_to_id(end) for end in dialect(template).ends]
+    if template != "chatml":
+        text = config.get_text_config()
+        text.max_position_embeddings, config.tie_word_embeddings, text.tie_word_embeddings = 4096, False, False
+        for part in (config, text):
+            part.update({name: own.get_vocab_size() for name in VOCABULARIES if hasattr(part, name)})
+            part.eos_token_id = ends
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = getattr(transformers, auto).from_config(config)
@@ -96,7 +108,14 @@ def make_any(folder: Path, auto: str, model_type: str) -> Path:
             for p in model.parameters():
                 if p.is_floating_point():
                     p.add_(0.05 * torch.randn_like(p))
-    make_tokenizer(folder)
+            if favoured:
+                # The first coordinate of each hidden state is large, as it is in all embeddings.
+                ends = ends + [id for word in ENDS_OF_REASONING if (id := own.token_to_id(word)) is not None]
+                model.get_input_embeddings().weight[:, 0] = 10.0
+                head = model.get_output_embeddings().weight
+                head[:, 0] = 0
+                head[ends, 0] = favoured / head.shape[1] ** 0.5
+    make_tokenizer(folder, template)
     model.save_pretrained(folder)
     return folder
 

@@ -73,7 +73,8 @@ def prepare_prompt(
     if history == "as_sampled":
         found = {i: tree.encoded_completion(call.id) for i, call in known.items()}
     else:
-        with_reasoning = renderer.keeps_reasoning(conversation)
+        thoughtless = {i for i, call in known.items() if _has_empty_block(renderer, tree, call)}
+        with_reasoning = renderer.keeps_reasoning(conversation, thoughtless)
         found = {
             i: _sampled_body(renderer, tree, call, conversation, i, keeps_reasoning=i in with_reasoning)
             for i, call in known.items()
@@ -107,6 +108,13 @@ def _prompt(
     return Prompt(tokens, match.parent, match.kept, suffix, pieces, key, ask, fork)
 
 
+def _has_empty_block(renderer: Renderer, tree: ConversationTree, call: Call) -> bool:
+    """True if a turn has a block of reasoning without text."""
+    if call.response.reasoning:
+        return False
+    return bool(renderer.generation_tail) or renderer.closes_reasoning(tree.encoded_completion(call.id))
+
+
 def _sampled_body(
     renderer: Renderer,
     tree: ConversationTree,
@@ -122,13 +130,14 @@ def _sampled_body(
     and the text after it are not part of a turn.
     """
     sampled = tree.encoded_completion(call.id)
-    if not keeps_reasoning:
-        thinks = renderer.closes_reasoning(sampled)
-        has_block = thinks or bool(renderer.generation_tail)
-        if call.response.reasoning or (
-            has_block and not renderer.writes_start(conversation, at, renderer.generation_tail + sampled)
-        ):
-            return None
+    if not keeps_reasoning and (
+        call.response.reasoning
+        or (
+            _has_empty_block(renderer, tree, call)
+            and not renderer.writes_start(conversation, at, renderer.generation_tail + sampled)
+        )
+    ):
+        return None
     if call.finish_reason == "length" or renderer.strip_end_token(sampled) != sampled:
         return sampled
     whole = renderer.parse(call.completion, conversation)

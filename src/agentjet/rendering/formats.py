@@ -400,7 +400,7 @@ def _written(form: ToolFormat, index: int, call: ParsedCall) -> str:
             case "keywords":
                 return ", ".join(f"{key}={value!r}" for key, value in json.loads(call.arguments).items())
             case _:
-                return _bare(json.loads(call.arguments))
+                return bare(json.loads(call.arguments))
 
     return HOLE.sub(fill, form.call)
 
@@ -412,11 +412,12 @@ def _written_parameter(form: ToolFormat, key: str, value: Any) -> str:
     return HOLE.sub(lambda hole: str(filled[hole[1]]), form.parameter)
 
 
-def _bare(value: Any) -> str:
+def bare(value: Any) -> str:
+    """Returns a value with bare keys, and strings in Gemma's quotes."""
     if isinstance(value, dict):
-        return "{" + ",".join(f"{key}:{_bare(item)}" for key, item in value.items()) + "}"
+        return "{" + ",".join(f"{key}:{bare(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list):
-        return "[" + ",".join(map(_bare, value)) + "]"
+        return "[" + ",".join(map(bare, value)) + "]"
     return f"{QUOTE}{value}{QUOTE}" if isinstance(value, str) else json.dumps(value)
 
 
@@ -528,7 +529,7 @@ class _Syntax:
             if end is None:
                 return None
             value, is_text = text[key.end() : end.start()], key.groupdict().get("is_text")
-            typed = _typed(value, {"type": "string"} if is_text == "true" else _schema_of(known, key["key"]))
+            typed = _typed(value, {"type": "string"} if is_text == "true" else _schema_of(known, key["key"]), known)
             written.append(f"{json.dumps(key['key'], ensure_ascii=False)}: {typed}")
             at = end.end()
         if not text.startswith(self._first, at):
@@ -567,8 +568,8 @@ class _Syntax:
             if keyword.arg is None:
                 return None
             value = _literal(keyword.value)
-            if isinstance(value, str) and _takes_text(_schema_of(known, keyword.arg), known) is False:
-                value = json.loads(_typed(value, _schema_of(known, keyword.arg)))
+            if isinstance(value, str) and takes_text(_schema_of(known, keyword.arg), known) is False:
+                value = json.loads(_typed(value, _schema_of(known, keyword.arg), known))
             arguments[keyword.arg] = value
         return end, [self._call(head, json.dumps(arguments, ensure_ascii=False, allow_nan=False))]
 
@@ -682,10 +683,10 @@ def _schemas(tools: Tools) -> _Schemas:
 
 def _schema_of(schema: Mapping[str, Any], key: str) -> Any:
     properties = schema.get("properties")
-    return _resolved(properties.get(key), schema) if isinstance(properties, Mapping) else None
+    return resolved(properties.get(key), schema) if isinstance(properties, Mapping) else None
 
 
-def _resolved(schema: Any, root: Mapping[str, Any]) -> Any:
+def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
     """Returns a schema without its reference to another part of `root`."""
     for _ in range(8):
         reference = schema.get("$ref") if isinstance(schema, Mapping) else None
@@ -697,7 +698,7 @@ def _resolved(schema: Any, root: Mapping[str, Any]) -> Any:
     return schema
 
 
-def _takes_text(schema: Any, root: Mapping[str, Any]) -> bool | None:
+def takes_text(schema: Any, root: Mapping[str, Any]) -> bool | None:
     """True if a schema allows a string, False if it does not, None if it has no types."""
     if not isinstance(schema, Mapping):
         return None
@@ -707,12 +708,13 @@ def _takes_text(schema: Any, root: Mapping[str, Any]) -> bool | None:
         return any(isinstance(value, str) for value in schema.get("enum") or [schema.get("const")])
     for word in ("anyOf", "oneOf"):
         if isinstance(choices := schema.get(word), list):
-            allowed = [_takes_text(_resolved(choice, root), root) for choice in choices]
+            allowed = [takes_text(resolved(choice, root), root) for choice in choices]
             return True if True in allowed else None if None in allowed else False
     return None
 
 
-def _allows_null(schema: Mapping[str, Any]) -> bool:
+def allows_null(schema: Mapping[str, Any]) -> bool:
+    """True if a schema that allows a string allows null, too."""
     kinds = schema.get("type")
     choices = schema.get("anyOf") or schema.get("oneOf") or ()
     return "null" in (kinds if isinstance(kinds, list) else ()) or {"type": "null"} in choices
@@ -720,8 +722,8 @@ def _allows_null(schema: Mapping[str, Any]) -> bool:
 
 def _typed(text: str, schema: Any, root: Mapping[str, Any] | None = None) -> str:
     """Returns the JSON of a value that was written as text."""
-    if _takes_text(schema, root or {}):
-        return "null" if text == "null" and _allows_null(schema) else json.dumps(text, ensure_ascii=False)
+    if takes_text(schema, root or {}):
+        return "null" if text == "null" and allows_null(schema) else json.dumps(text, ensure_ascii=False)
     if _is_json(text):
         return text.strip()
     if text.strip()[:1] in ("[", "{", "(") or text.strip() in ("True", "False", "None"):

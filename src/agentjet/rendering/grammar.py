@@ -31,21 +31,20 @@ import struct
 import sys
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from typing import Any, BinaryIO
 from weakref import WeakValueDictionary
 
 from llguidance import LLMatcher, LLTokenizer
 
 from agentjet.errors import InvalidRequest, Unavailable
-from agentjet.rendering.formats import TOOL_FORMATS, OutputStyle, ToolFormat
+from agentjet.rendering.arguments import MAX_GRAMMAR, NONEMPTY, ArgumentRules, Rules, checked_schema, quoted
+from agentjet.rendering.formats import HARMONY, HOLE, TOOL_FORMATS, OutputStyle, ParsedCall, split_calls, write_calls
 from agentjet.types import ANY_ANSWER, Constraint
 
 # ---- grammars --------------------------------------------------------------------------------------------------------
 
-WHITE_SPACE = r"(\n( {0,32}|\t{0,8})| )?"
-MAX_GRAMMAR = 128 * 2**10
-"""Maximum number of characters in a grammar with all its schemas. OpenAI allows 120,000 in names and values."""
+LINK = TOOL_FORMATS[HARMONY].separator
+"""Text between two messages in channels."""
 
 
 def write_grammar(constraint: Constraint, tools: Sequence[Mapping[str, Any]], style: OutputStyle) -> str:
@@ -55,20 +54,21 @@ def write_grammar(constraint: Constraint, tools: Sequence[Mapping[str, Any]], st
     """
     if constraint == ANY_ANSWER:
         return ""
-    functions = [_Function(i, tool["function"], constraint) for i, tool in enumerate(tools)]
-    grammar = _Grammar(style)
-    if functions and constraint.calls == "required":
-        chosen = [function for function in functions if constraint.function in ("", function.name)]
-        body = grammar.calls(chosen, constraint.parallel)
-    elif constraint.schema is not None:
-        body = grammar.json("answer", _checked(constraint.schema, constraint.schema_param, constraint.schema_param))
-        if functions:
-            body += " | " + grammar.calls(functions, constraint.parallel)
-    elif functions and (constraint.strict or not constraint.parallel):
-        body = grammar.text_with_calls(functions, constraint.parallel)
-    else:
+    is_required = bool(tools) and constraint.calls == "required"
+    if not is_required and constraint.schema is None and not (tools and (constraint.strict or not constraint.parallel)):
         return ""
-    return grammar.written(body)
+    functions = [_Function(i, tool["function"], constraint) for i, tool in enumerate(tools)]
+    if is_required:
+        functions = [function for function in functions if constraint.function in ("", function.name)]
+    grammar = _Grammar(style, functions, parallel=constraint.parallel)
+    if is_required:
+        body = grammar.calls()
+    elif constraint.schema is not None:
+        body = grammar.json(checked_schema(constraint.schema, constraint.schema_param, constraint.schema_param))
+        body += f" | {grammar.calls()}" if functions else ""
+    else:
+        body = grammar.text_with_calls()
+    return grammar.written(body, grammar.announced() if functions else "")
 
 
 class _Function:
@@ -80,45 +80,49 @@ class _Function:
 
     def __init__(self, index: int, function: Mapping[str, Any], constraint: Constraint) -> None:
         self.index, self.name = index, function["name"]
-        strict = self.name in constraint.strict
-        schema: dict[str, Any] = {"type": "object"}
-        if strict or constraint.calls == "required":
-            schema |= function.get("parameters") or {"additionalProperties": False}
-        where = f"tools.{index}.function.parameters"
-        if schema["type"] != "object":
-            raise InvalidRequest(f"{where} of {self.name!r} must describe an object.", param=where)
-        self.schema = _checked(schema, where, f"{where} of {self.name!r}", lenient=not strict)
+        self.is_strict = self.name in constraint.strict
+        self.schema: dict[str, Any] = {"type": "object"}
+        if self.is_strict or constraint.calls == "required":
+            self.schema |= function.get("parameters") or {"additionalProperties": False}
+        self.param = f"tools.{index}.function.parameters"
+        self.what = f"{self.param} of {self.name!r}"
+        if self.schema["type"] != "object":
+            raise InvalidRequest(f"{self.what} must describe an object.", param=self.param)
+        checked_schema(self.schema, self.param, self.what, lenient=not self.is_strict)
 
 
 class _Grammar:
-    """The rules of a grammar by name, in the order in which they are needed."""
+    """The grammar of a completion. A format is followed literal by literal and hole by hole."""
 
-    def __init__(self, style: OutputStyle) -> None:
-        self._style = style
-        self._rules: dict[str, str] = {}
+    def __init__(self, style: OutputStyle, functions: Sequence[_Function], *, parallel: bool) -> None:
+        self._style, self._functions, self._parallel = style, functions, parallel
+        self._rules = Rules(style.control)
+        self._reasoning = style.reasoning
+        self._has_channels = style.tool_format == HARMONY or (self._reasoning is not None and self._reasoning.channels)
+        self._calls = ""
+        """An expression for the calls after their marker."""
+        if functions:
+            self._form = TOOL_FORMATS[style.tool_format]
+            self._calls = self._after_marker()
 
-    @property
-    def _format(self) -> ToolFormat:
-        form = TOOL_FORMATS[self._style.tool_format]
-        if self._style.tool_format not in ("hermes", "mistral", "llama3"):
-            raise InvalidRequest(f"calls cannot be forced in the format {self._style.tool_format}", param="tools")
-        return form
+    # -- completions
 
-    @property
-    def _is_list(self) -> bool:
-        return bool(self._format.opening)
-
-    def written(self, body: str) -> str:
-        """Returns the grammar text: optional reasoning, then `body`."""
+    def written(self, body: str, unannounced: str = "") -> str:
+        """Returns the grammar text: reasoning, then `body`. `unannounced` may end reasoning that has no opening."""
         start = "body"
-        if reasoning := self._style.reasoning:
-            closed = f"{self._up_to(reasoning.closing, 'thought')} BREAKS?"
-            start = (
-                f"{closed} body" if self._style.in_reasoning else f"({self._literal(reasoning.opening)} {closed})? body"
-            )
-            self._rules["BREAKS"] = r"/\n{1,2}/"
-        rules = {"start": start, "body": body, **self._rules, "TEXT": r"/(.|\n)+/"}
-        written = "".join(f"{name}: {rule}\n" for name, rule in rules.items())
+        if reasoning := self._reasoning:
+            closed = self._rules.up_to(reasoning.closing, "thought")
+            opening = self._rules.text(reasoning.opening)
+            if self._has_channels:
+                linked = f"{closed} {self._rules.text(LINK)}"
+                start = f"({opening} {linked})* body"
+                start = f"{linked} {start}" if self._style.in_reasoning else start
+            elif self._style.in_reasoning:
+                start = f"{closed} BREAKS? body" + (f" | {unannounced}" if unannounced and not opening else "")
+            else:
+                start = f"BREAKS? ({opening} {closed} BREAKS?)? body"
+        rules = {"start": start, "body": body, "BREAKS": r"/\n{1,3}/", "TEXT": NONEMPTY}
+        written = "".join(f"{name}: {rule}\n" for name, rule in rules.items()) + str(self._rules)
         if len(written) > MAX_GRAMMAR:
             raise InvalidRequest(
                 f"tools: the schemas have {len(written)} characters in all, above the limit of {MAX_GRAMMAR}: use "
@@ -128,83 +132,131 @@ class _Grammar:
             )
         return written
 
-    def json(self, name: str, schema: str) -> str:
-        """Adds a rule for JSON and returns its name."""
-        self._rules[name] = f"%json {schema}"
-        return name
+    def json(self, schema: str) -> str:
+        """Returns an expression for an answer in JSON."""
+        return self._answer(self._rules.add("answer", f"%json {schema}"))
 
-    def calls(self, functions: Sequence[_Function], parallel: bool) -> str:
-        """Returns an expression for tool calls without other text."""
-        block = self._block(functions, parallel)
-        if not self._format.marker:
-            return block
-        call = f"{self._literal(self._format.marker)} {block}"
-        return call if self._is_list or not parallel else f'{call} ("\\n" {call})*'
+    def _answer(self, content: str) -> str:
+        """Returns an expression for an answer with the text around it."""
+        before, after = self._reasoning.answer if self._reasoning else ("", "")
+        if self._has_channels:  # Its end is an end token.
+            before, after = before.removeprefix(LINK), ""
+        return " ".join((self._rules.text(before), content, self._rules.text(after))).strip()
 
-    def text_with_calls(self, functions: Sequence[_Function], parallel: bool) -> str:
+    def calls(self) -> str:
+        """Returns an expression for tool calls without other text, with the token that ends a turn with calls."""
+        form, control = self._form, self._style.control
+        lead = "BREAKS? " if form.marker and not (self._has_channels or self._reasoning) else ""
+        ends = [end for end in form.ends if form.marker and end in control and end not in form.call + form.closing]
+        end = f" ({' | '.join(map(self._rules.text, ends))})" if ends else ""
+        return f"{lead}{self._rules.text(form.marker)} {self._calls}{end}"
+
+    def announced(self) -> str:
+        """Returns an expression for text that ends with tool calls. It is empty if nothing announces these."""
+        if not self._form.marker or self._has_channels:
+            return ""
+        return f"{self._rules.up_to(self._form.marker, 'announced')} {self._calls}"
+
+    def text_with_calls(self) -> str:
         """Returns an expression for free text in which every call is well-formed."""
-        block = self._block(functions, parallel)
-        if not self._format.marker:
-            self._rules["PROSE"] = r"/\s*[^\s{\[](.|\n)*/"
-            return f"({block} | PROSE)?"
-        call = f"{self._up_to(self._format.marker, 'announced')} {block}"
-        return f"(TEXT | {call})?" if self._is_list or not parallel else f"({call})* TEXT?"
+        if self._has_channels and self._reasoning:
+            preamble = self._reasoning.opening.replace("analysis", "commentary")
+            closed = self._rules.up_to(self._reasoning.closing, "preamble")
+            messages = f"({self._rules.text(preamble)} {closed} {self._rules.text(LINK)})*"
+            return f"{messages} ({self._answer('TEXT?')} | {self.calls()})"
+        text = "TEXT?"
+        if (answer := self._answer(text)) != text:
+            text = f"(TEXT | {answer})?"
+        if not self._form.marker:
+            return self._unmarked(text)
+        if self._parallel and not self._form.opening:
+            return f"({self.announced()})* {text}"
+        return f"{text} | {self.announced()}"
 
-    def _block(self, functions: Sequence[_Function], parallel: bool) -> str:
-        """Returns an expression for the text after the opening."""
-        key = "parameters" if self._style.tool_format == "llama3" else "arguments"
-        for function in functions:
-            head = json.dumps({"name": function.name}, ensure_ascii=False)[:-1] + f', "{key}": '
-            arguments = self.json(f"arguments_{function.index}", function.schema)
-            self._rules[f"call_{function.index}"] = f'{_quoted(head)} {arguments} "}}"'
-        self._rules["call"] = " | ".join(f"call_{function.index}" for function in functions)
-        if self._is_list:
-            more = ' (", " call)*' if parallel else ""
-            return f'"[" call{more} "]"'
-        if self._format.marker:
-            return f'"\\n" call "\\n" {self._literal("</tool_call>")}'
-        return "call"
+    def _unmarked(self, text: str) -> str:
+        """Returns the expression for a format whose calls begin as text does."""
+        if self._form.is_json:  # They are at the beginning of the completion.
+            prose = self._rules.add("PROSE", r"/\s*[^\s{\[](.|\n)*/")
+            return f"({self._calls} | {prose})?"
+        first = [self._first(function) for function in self._functions]
+        return f"{text} | ({' | '.join(first)}) {self._more()}"
 
-    def _literal(self, literal: str) -> str:
-        id = self._style.control.get(literal)
-        return _quoted(literal) if id is None else f"<[{id}]>"
+    # -- calls
 
-    def _up_to(self, literal: str, name: str) -> str:
-        """Returns an expression for any text up to and including the first `literal`."""
-        id = self._style.control.get(literal)
-        if id is not None:
-            return f"TEXT? <[{id}]>"
-        escaped = re.escape(literal).replace("/", "\\/")
-        self._rules[f"{name}[lazy]"] = rf"/(.|\n)*{escaped}/"
-        return name
+    def _after_marker(self) -> str:
+        form = self._form
+        for function in self._functions:
+            self._refuse_unreadable(function)
+            self._rules.add(f"call_{function.index}", self._call(function, form.call, form.marker))
+        self._rules.add("call", " | ".join(f"call_{function.index}" for function in self._functions))
+        if not form.opening:
+            return f"call {self._more()}"
+        opening = form.opening.removeprefix(form.marker)
+        space = '" "? ' if opening.startswith("[") and form.marker else ""
+        return f"{space}{self._rules.text(opening)} call {self._more()}"
 
+    def _more(self) -> str:
+        """Returns an expression for what follows the first call."""
+        form, separator = self._form, self._rules.text(self._form.separator)
+        separator = f"({separator})?" if form.separator.isspace() else separator
+        marker = "" if form.opening else self._rules.text(form.marker)
+        more = f"({separator} {marker} call)*" if self._parallel else ""
+        closing = form.closing.lstrip()  # White space before it may be a separator.
+        space = form.closing.removesuffix(closing)
+        return f"{more} {self._rules.text(space)} {self._rules.text(closing)}"
 
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+    def _first(self, function: _Function) -> str:
+        """Returns an expression for text up to the arguments of a first call, and these."""
+        before, _, after = self._form.call.partition("{name}")
+        between = HOLE.split(after)[0]
+        head = f"{self._form.opening}{before}{function.name}{between}"
+        announced = self._rules.up_to(head, f"announced_{function.index}")
+        return f"{announced} {self._call(function, after, between)}"
 
-
-def _checked(schema: Mapping[str, Any], param: str, what: str, *, lenient: bool = False) -> str:
-    """Returns a schema for use in a grammar; with `lenient`, without unsupported keywords. Raises `InvalidRequest`."""
-    options = {"whitespace_pattern": WHITE_SPACE, "lenient": lenient}
-    text = json.dumps({**schema, "x-guidance": options}, ensure_ascii=False)
-    if len(text) > MAX_GRAMMAR:
-        raise InvalidRequest(
-            f"{what}: this JSON schema has {len(text)} characters, above the limit of {MAX_GRAMMAR}: simplify it.",
-            code="unsupported_schema",
-            param=param,
+    def _call(self, function: _Function, text: str, marker: str) -> str:
+        """Returns an expression for a call of a function, or for the end of one, after the text `marker`."""
+        arguments = ArgumentRules(
+            self._rules,
+            self._form,
+            function.schema,
+            f"arguments_{function.index}",
+            param=function.param,
+            what=function.what,
+            lenient=not function.is_strict,
         )
-    if error := _error(text):
-        raise InvalidRequest(
-            f"{what}: this JSON schema is not supported: {error}.", code="unsupported_schema", param=param
-        )
-    return text
+        name = quoted(function.name)[1:-1] if self._form.is_json else function.name
+        parts, written = HOLE.split(text.removeprefix(marker)), list[str]()
+        for i, part in enumerate(parts):
+            if i % 2 == 0:
+                written.append(self._rules.text(part))
+            elif part == "name":
+                written.append(quoted(name))
+            elif part == "index":
+                written.append(self._rules.add("INDEX", r"/0|[1-9][0-9]{0,3}/"))
+            elif part == "id":
+                written.append(self._rules.add("ID", r"/[a-zA-Z0-9]{9}/"))
+            else:
+                written.append(arguments.write(part))
+        return " ".join(filter(None, written)) or '""'
 
-
-@lru_cache(maxsize=64)  # Of at most `MAX_GRAMMAR` characters each.
-def _error(schema: str) -> str:
-    """Returns why a schema is not supported, or ""."""
-    message: str = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(schema))
-    return " ".join(message.partition("<state>")[0].split()).rstrip(".")
+    def _refuse_unreadable(self, function: _Function) -> None:
+        """Raises `InvalidRequest` if a call with all arguments cannot be read in this format."""
+        tool = {"function": {"name": function.name, "parameters": {"type": "object"}}}
+        texts = [(function.name, f"tools.{function.index}.function.name", "{}")]
+        texts += [(key, function.param, json.dumps({key: 1})) for key in function.schema.get("properties") or ()]
+        for text, param, arguments in texts:
+            written = write_calls(self._form, [ParsedCall(function.name, arguments)])
+            found = split_calls(written, self._style.tool_format, [tool])[1]
+            is_read = [(call.name, json.loads(call.arguments)) for call in found] == [
+                (function.name, json.loads(arguments))
+            ]
+            if not is_read or self._rules.has_control(text):
+                raise InvalidRequest(
+                    f"{param}: {text!r} cannot be written in the model's format of calls, {self._style.tool_format}: "
+                    "use letters, digits and underscores.",
+                    code="unsupported_schema",
+                    param=param,
+                )
 
 
 # ---- trials ----------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -267,12 +267,14 @@ class Renderer:
             left = left[len(raw) :]
         return None if left else b"".join(parts)
 
-    def keeps_reasoning(self, conversation: Conversation) -> frozenset[int]:
-        """Returns the assistant messages whose reasoning the template keeps.
+    def keeps_reasoning(self, conversation: Conversation, thoughtless: Collection[int] = ()) -> frozenset[int]:
+        """Returns the assistant messages whose reasoning the template keeps, with those of `thoughtless`, which have
+        an empty block, where the template would keep some.
 
-        Renders the conversation if it has reasoning. Empty if the template refuses the conversation.
+        Renders the conversation if it has blocks of reasoning. Empty if the template refuses the conversation.
         """
-        marks = {i: f"{MARK}{i}{MARK}" for i, message in enumerate(conversation.messages) if message.reasoning}
+        blocks = [i for i, message in enumerate(conversation.messages) if message.reasoning or i in thoughtless]
+        marks = {i: f"{MARK}{i}{MARK}" for i in blocks}
         if not marks:
             return frozenset()
         messages = tuple(
