@@ -49,7 +49,7 @@ from agentjet.errors import (
     WorkerDied,
 )
 from agentjet.front.concurrency import Gate, GroupCommit, offload
-from agentjet.front.prompts import CompletionParser, Delta, Prompt, TokenLogprob, num_characters, prepare_prompt
+from agentjet.front.prompts import AnswerDelta, CompletionParser, Prompt, TokenLogprob, num_characters, prepare_prompt
 from agentjet.rendering import Renderer
 from agentjet.rendering.grammar import GrammarTrials
 from agentjet.swarm import EpisodeRecord
@@ -141,7 +141,7 @@ class CallChunk:
     """
 
     index: int
-    delta: Delta = Delta()  # noqa: RUF009
+    delta: AnswerDelta = AnswerDelta()  # noqa: RUF009
     tokens: tuple[TokenLogprob, ...] = ()
     call: Call | None = None
     num_prompt_tokens: int = 0

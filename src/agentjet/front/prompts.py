@@ -76,7 +76,7 @@ def prepare_prompt(
     else:
         with_reasoning = renderer.keeps_reasoning(conversation)
         found = {
-            i: _sampled_body(renderer, tree, call, conversation, keeps_reasoning=i in with_reasoning)
+            i: _sampled_body(renderer, tree, call, conversation, i, keeps_reasoning=i in with_reasoning)
             for i, call in known.items()
         }
     bodies = {i: renderer.generation_tail + body for i, body in found.items() if body is not None}
@@ -109,7 +109,13 @@ def _prompt(
 
 
 def _sampled_body(
-    renderer: Renderer, tree: ConversationTree, call: Call, conversation: Conversation, *, keeps_reasoning: bool
+    renderer: Renderer,
+    tree: ConversationTree,
+    call: Call,
+    conversation: Conversation,
+    at: int,
+    *,
+    keeps_reasoning: bool,
 ) -> bytes | None:
     """Returns the sampled bytes of a turn as a deployment would feed them, or None if the template does.
 
@@ -119,7 +125,10 @@ def _sampled_body(
     sampled = tree.encoded_completion(call.id)
     if not keeps_reasoning:
         thinks = renderer.closes_reasoning(sampled)
-        if call.response.reasoning or thinks or renderer.generation_tail:
+        has_block = thinks or bool(renderer.generation_tail)
+        if call.response.reasoning or (
+            has_block and not renderer.writes_start(conversation, at, renderer.generation_tail + sampled)
+        ):
             return None
     if call.finish_reason == "length" or renderer.strip_end_token(sampled) != sampled:
         return sampled
@@ -246,7 +255,7 @@ class TokenLogprob:
     logprob: float
 
 
-class Delta(NamedTuple):
+class AnswerDelta(NamedTuple):
     """New parts of an answer, in their order."""
 
     parts: tuple[str | Thought | ToolCall, ...] = ()
@@ -303,20 +312,20 @@ class CompletionParser:
             if self._grow(self._stream.push([token])):
                 return
 
-    def delta(self) -> Delta:
+    def delta(self) -> AnswerDelta:
         """Returns what is new since the last call, and what no later token can change. The work is linear."""
         end = len(self._text) - max((partial_length(self._text, literal) for literal in self._stop), default=0)
         return self._read(end, is_whole=False)
 
-    def message(self) -> tuple[Message, Delta]:
+    def message(self) -> tuple[Message, AnswerDelta]:
         """Returns the final assistant message, and its part that `delta` did not return."""
         if not self.stopped:
             self._grow(self._stream.flush())
         rest = self._read(len(self._text), is_whole=True)
-        whole = Delta(tuple(self._parts))
+        whole = AnswerDelta(tuple(self._parts))
         return Message("assistant", whole.text, whole.reasoning, whole.calls), rest
 
-    def _read(self, end: int, *, is_whole: bool) -> Delta:
+    def _read(self, end: int, *, is_whole: bool) -> AnswerDelta:
         start = len(self._parts)
         for part in self._reader.read(self._text[:end], is_whole=is_whole):
             if isinstance(part, ParsedCall):
@@ -325,7 +334,7 @@ class CompletionParser:
             else:
                 self._parts.append(part)
         self._text = self._text[end:]
-        return Delta(tuple(self._parts[start:]))
+        return AnswerDelta(tuple(self._parts[start:]))
 
     def finish_reason(self, message: Message) -> FinishReason:
         reason = "stop" if self.stopped else self._worker_reason or "length"

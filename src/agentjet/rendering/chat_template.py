@@ -204,9 +204,10 @@ class ChatTemplate:
         self._supports_developer = "developer" in source
         self._splits_reasoning = re.search(r"""['"]</think>['"]\s+in\b""", source) is not None
         """True if the template searches for `</think>` in assistant messages. It would not find the guarded literal."""
-        self._short_ids = re.search(r"length\s*!=\s*9\b", source) is not None
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
         self._tool_format = TOOL_FORMATS[tool_format] if tool_format else None
+        has_ids = self._tool_format is not None and "{id}" in self._tool_format.call
+        self._short_ids = has_ids or re.search(r"length\s*!=\s*9\b", source) is not None
         self._arguments_as_text = trial is not None and trial.arguments_as_text
         self._omits_calls = trial is not None and not trial.writes_calls
         self._literals = _Literals(control)
@@ -232,6 +233,8 @@ class ChatTemplate:
         Raises `InvalidRequest` if the template refuses the conversation or ignores its tools.
         """
         self._refuse_unknown(conversation, slots)
+        if call_slots and self._omits_calls:
+            raise InvalidRequest("the model's chat template leaves tool calls out", code="template_error")
         messages: list[dict[str, Any]] = []
         ids, num_calls = dict(own_ids or {}), 0
         for i, message in enumerate(conversation.messages):
@@ -262,9 +265,15 @@ class ChatTemplate:
                 f"the model's chat template refuses this conversation: {error}", code="template_error", param="messages"
             ) from error
         pieces = self._literals.split(output)
-        texts = pieces[::2]
         slot_of = {f"{SLOT}{i}{SLOT}": BodySlot(i, i in call_slots) for i in (*slots, *call_slots)}
-        marks = [slot_of.get(mark, mark) for mark in pieces[1::2]]
+        texts, marks = pieces[::2], [slot_of.get(mark, mark) for mark in pieces[1::2]]
+        for at in range(len(marks) - 1, -1, -1) if call_slots else ():
+            # Some templates write the name of a called function again before its result: only the first is a slot.
+            slot = marks[at]
+            if isinstance(slot, BodySlot) and slot.in_call and slot in marks[:at]:
+                name = conversation.messages[slot.index].tool_calls[0].name
+                texts[at : at + 2] = [texts[at] + name + texts[at + 1]]
+                del marks[at]
         if any(SLOT in text for text in texts):
             raise InvalidRequest("the model's chat template changes the text of a slot", code="template_error")
         return Rendered([text.replace(GUARD, "") for text in texts], marks)
@@ -303,7 +312,7 @@ class ChatTemplate:
         return plain
 
     def _call_id(self, id_: str) -> str:
-        """Returns a valid id for Mistral's templates, which refuse ids other than nine letters or digits."""
+        """Returns a valid id for Mistral's models, whose ids are nine letters or digits."""
         if not self._short_ids or (len(id_) == 9 and id_.isalnum()):
             return id_
         return hashlib.blake2b(id_.encode(errors="surrogatepass")).hexdigest()[:9]

@@ -302,16 +302,16 @@ def _bare(value: Any) -> str:
 # ---- one call --------------------------------------------------------------------------------------------------------
 
 _JSON = json.JSONDecoder()
-Item = tuple[int, list[ParsedCall]]
+CallItem = tuple[int, list[ParsedCall]]
 """The end of an item in the text, and its calls."""
-Pattern: TypeAlias = Any
-Match: TypeAlias = Any
+RegexPattern: TypeAlias = Any
+RegexMatch: TypeAlias = Any
 """Of the package `regex`, which also finds the beginning of a match at the end of a text."""
 LONGEST_WORD = 16
 """Characters of a JSON text that are read together, at most: an escape or `-Infinity`."""
 
 
-class Unfinished(Exception):
+class IncompleteCall(Exception):
     """The text ends before the item does."""
 
 
@@ -334,13 +334,13 @@ class Syntax:
         """True if only the next call shows that a call is broken."""
         if self.is_unmarked:
             start = r"\A\s*(?:{})?\s*(?=[\[{{])" if form.is_json else r"\[\s*(?=[A-Za-z_][\w.-]*\(){}"
-            self.opening: Pattern = regex.compile(start.format(re.escape(form.prefix)))
+            self.opening: RegexPattern = regex.compile(start.format(re.escape(form.prefix)))
         else:
             self.opening = _pattern(form.opening.rstrip("[\n ")) if form.opening else None
         if form.is_json:
             before = _spaced(re.split(r'\{\s*"', form.call)[0])
             self.head = regex.compile(rf"{before}(?=[\[{{])" if before else r"(?=\{)")
-            self._read: Callable[[str, Match, int, Schemas, bool], Item | None] = self._json_call
+            self._read: Callable[[str, RegexMatch, int, Schemas, bool], CallItem | None] = self._json_call
             keys = re.search(r'"(\w+)": "\{name\}"', form.call), re.search(r'"(\w+)": \{arguments\}', form.call)
             self._name_key, self._arguments_key = (key[1] if key else "" for key in keys)
         elif hole == "keywords":
@@ -365,19 +365,19 @@ class Syntax:
         """True if text in a section has no meaning between calls."""
         return self.opening is not None and not text.strip("[](),; \n\t" if "[" in self.form.opening else "; \n\t[],")
 
-    def read(self, text: str, head: Match, schemas: Schemas, *, is_whole: bool = True) -> Item | None:
+    def read(self, text: str, head: RegexMatch, schemas: Schemas, *, is_whole: bool = True) -> CallItem | None:
         """Returns the item with this head, or None if it is broken.
 
-        Raises `Unfinished` if the text is not whole, and the rest of it decides.
+        Raises `IncompleteCall` if the text is not whole, and the rest of it decides.
         """
         following = self.head.search(text, head.end())
         try:
             item = self._read(text, head, following.start() if following else len(text), schemas, is_whole)
             if item is None and following is None and self._needs_next:
-                raise Unfinished
+                raise IncompleteCall
         except (ValueError, SyntaxError, RecursionError, MemoryError):
             return None
-        except Unfinished:
+        except IncompleteCall:
             if is_whole:
                 return None
             raise
@@ -389,10 +389,10 @@ class Syntax:
         if tail is None:
             return len(text) if is_whole and not text[at:].strip() else None
         if tail.partial:
-            raise Unfinished
+            raise IncompleteCall
         return int(tail.end())
 
-    def _json_call(self, text: str, head: Match, bound: int, schemas: Schemas, is_whole: bool) -> Item | None:
+    def _json_call(self, text: str, head: RegexMatch, bound: int, schemas: Schemas, is_whole: bool) -> CallItem | None:
         value, end = _decoded(text, head.end())
         source = text[head.end() : end]
         calls = [self._of_object(v, "") for v in value] if isinstance(value, list) else [self._of_object(value, source)]
@@ -416,19 +416,19 @@ class Syntax:
         id = value.get("id", "")
         return checked_call(name, written, id if isinstance(id, str) else "")
 
-    def _named(self, text: str, head: Match, bound: int, schemas: Schemas, is_whole: bool) -> Item | None:
+    def _named(self, text: str, head: RegexMatch, bound: int, schemas: Schemas, is_whole: bool) -> CallItem | None:
         _, end = _decoded(text, head.end())
         after = self._ended(text, end, is_whole)
         return None if after is None else (after, [self._call(head, text[head.end() : end])])
 
-    def _call(self, head: Match, arguments: str) -> ParsedCall:
+    def _call(self, head: RegexMatch, arguments: str) -> ParsedCall:
         groups = head.groupdict()
         id = groups.get("id", "")
         if "index" in groups:
             id = HOLE.sub(lambda hole: groups[hole[1]], self.form.id)
         return checked_call(groups["name"], arguments, id)
 
-    def _parameters(self, text: str, head: Match, bound: int, schemas: Schemas, is_whole: bool) -> Item | None:
+    def _parameters(self, text: str, head: RegexMatch, bound: int, schemas: Schemas, is_whole: bool) -> CallItem | None:
         known, written, at = schemas.get(head["name"], {}), list[str](), head.end()
         while key := self._key.match(text, at, bound):
             end = self._value_end.search(text, key.end(), bound)
@@ -444,7 +444,7 @@ class Syntax:
         after = at + len(self._first) if after is None and is_whole and bound == len(text) else after
         return None if after is None else (after, [self._call(head, "{" + ", ".join(written) + "}")])
 
-    def _bare_keys(self, text: str, head: Match, bound: int, schemas: Schemas, is_whole: bool) -> Item | None:
+    def _bare_keys(self, text: str, head: RegexMatch, bound: int, schemas: Schemas, is_whole: bool) -> CallItem | None:
         pieces, depth, at = list[str](), 0, head.end()
         for token in _BARE.finditer(text, head.end(), bound):
             if token.start() != at:
@@ -462,7 +462,7 @@ class Syntax:
         after = self._ended(text, at, is_whole)
         return None if after is None or depth else (after, [self._call(head, "".join(pieces))])
 
-    def _keywords(self, text: str, head: Match, bound: int, schemas: Schemas, is_whole: bool) -> Item | None:
+    def _keywords(self, text: str, head: RegexMatch, bound: int, schemas: Schemas, is_whole: bool) -> CallItem | None:
         end = _end_of_bracket(text, head.end() - 1)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of escapes such as "\\d"
@@ -491,12 +491,12 @@ def _spaced(literal: str) -> str:
 
 
 def _edged(literal: str) -> str:
-    """Returns the pattern of a literal beside a value. The value keeps its white space, but for one line break."""
+    """Returns the pattern of a literal beside a value. The value keeps its white space, except one line break."""
     left, right = ("\n?" if edge == "\n" else "" for edge in (literal[:1], literal[-1:]))
     return left + _spaced(literal.strip()) + right
 
 
-def _pattern(literal: str) -> Pattern:
+def _pattern(literal: str) -> RegexPattern:
     return regex.compile(_spaced(literal))
 
 
@@ -528,12 +528,12 @@ def _as_written(source: str, key: str, arguments: Any) -> str:
 
 
 def _decoded(text: str, at: int) -> tuple[Any, int]:
-    """Returns the JSON value at an offset, and its end. Raises `ValueError`, or `Unfinished` if it may continue."""
+    """Returns the JSON value at an offset, and its end. Raises `ValueError`, or `IncompleteCall` if it may continue."""
     try:
         return _JSON.raw_decode(text, at)
     except json.JSONDecodeError as error:
         if error.msg.startswith("Unterminated") or error.pos > len(text) - LONGEST_WORD:
-            raise Unfinished from None
+            raise IncompleteCall from None
         raise
 
 
@@ -553,7 +553,7 @@ _QUOTED = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[()\[\]{}'"]""", re
 
 
 def _end_of_bracket(text: str, at: int) -> int:
-    """Returns the end of the bracket at an offset. Raises `ValueError`, or `Unfinished` if it is not closed."""
+    """Returns the end of the bracket at an offset. Raises `ValueError`, or `IncompleteCall` if it is not closed."""
     expected = []
     for token in _QUOTED.finditer(text, at):
         if token[0] in _BRACKETS:
@@ -565,7 +565,7 @@ def _end_of_bracket(text: str, at: int) -> int:
                 raise ValueError("another bracket is closed")
             if not expected:
                 return token.end()
-    raise Unfinished
+    raise IncompleteCall
 
 
 def _literal(node: ast.expr) -> Any:
@@ -617,7 +617,7 @@ def _resolved(schema: Any, root: Mapping[str, Any]) -> Any:
 
 
 def _takes_text(schema: Any, root: Mapping[str, Any]) -> bool | None:
-    """True if a schema allows a string, False if it does not, None if it says nothing about types."""
+    """True if a schema allows a string, False if it does not, None if it has no types."""
     if not isinstance(schema, Mapping):
         return None
     if kinds := schema.get("type"):

@@ -19,13 +19,13 @@ import regex
 from agentjet.rendering.formats import (
     HARMONY,
     TOOL_FORMATS,
-    Item,
-    Match,
+    CallItem,
+    IncompleteCall,
     ParsedCall,
     ReasoningFormat,
+    RegexMatch,
     ToolFormat,
     Tools,
-    Unfinished,
     checked_call,
     schemas_of,
     syntax_of,
@@ -164,13 +164,12 @@ class _Block:
 
     def _find_opening(self, is_whole: bool) -> str:
         text = self._text.lstrip()
-        known = (self._opening,) if self._in_reasoning else (self._opening, self._closing)
-        if not is_whole and (not text or any(_is_head(text, literal) for literal in known)):
+        if not is_whole and (not text or _is_head(text, self._opening)):
             return ""
         self._step = self._find_closing
         if self._opening and text.startswith(self._opening):
             self._text = text.removeprefix(self._opening)
-        elif self._in_reasoning or text.startswith(self._closing):
+        elif self._in_reasoning:
             self._text = text
         else:
             self._step = self._find_answer
@@ -278,8 +277,10 @@ class _Calls:
                 return False
             self._section, self._at = opened.span(), opened.end()
         head = syntax.head.search(text, self._at, partial=not is_whole)
-        closed = syntax.closing.search(text, self._at, partial=not is_whole) if syntax.closing else None
-        if closed and not closed.partial and not (head and head.start() < closed.start()):
+        is_complete = head is not None and not head.partial
+        until, is_cut = head.start() if is_complete else len(text), not is_whole and not is_complete
+        closed = syntax.closing.search(text, self._at, until, partial=is_cut) if syntax.closing else None
+        if closed and not closed.partial:
             if self._done > self._section[0] and syntax.is_junk(text[self._done : closed.start()]):
                 self._done = self._kept = closed.end()
             self._keep(closed.end())
@@ -289,12 +290,12 @@ class _Calls:
         start = max(self._done, self._section[1])
         if self._kept > start or not syntax.is_junk(text[start : self._at]):
             self._keep(self._at)
-        return head is not None and not head.partial and self._read_call(head, is_whole)
+        return is_complete and self._read_call(head, is_whole)
 
-    def _read_call(self, head: Match, is_whole: bool) -> bool:
+    def _read_call(self, head: RegexMatch, is_whole: bool) -> bool:
         try:
-            item: Item | None = self._syntax.read(self._text, head, self._schemas, is_whole=is_whole)
-        except Unfinished:
+            item: CallItem | None = self._syntax.read(self._text, head, self._schemas, is_whole=is_whole)
+        except IncompleteCall:
             self._tried = len(self._text)
             return False
         # An object in a broken call, or in prose, may look like a call.
@@ -342,7 +343,7 @@ class _Channels:
         self._num_thoughts = 0
         self._text = ""
         self._searched = 0
-        self._header: Match | None = None
+        self._header: RegexMatch | None = None
         """The header of the present message."""
 
     def read(self, text: str, *, is_whole: bool) -> list[Part]:

@@ -20,8 +20,9 @@ adds then do not fork the tree. Before each completion, `front.prompts` adds `ge
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from agentjet.errors import ConfigError, InvalidRequest
@@ -46,6 +47,38 @@ from agentjet.rendering.formats import (
 from agentjet.rendering.parser import MessageReader, split_calls
 from agentjet.rendering.vocabulary import TextStream, Vocabulary, escape
 from agentjet.types import ESCAPE, Conversation, Message, ModelInfo, ToolCall
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Encoded text around a turn of the model."""
+
+    tail: bytes
+    """The end of the generation prompt that the template does not write in history."""
+    heads: list[bytes]
+    """Text that the template writes before an answer in history, unlike the generation prompt: Mistral's space."""
+    call_head: re.Pattern[bytes] | None
+    """The same before the name of the first tool call; None if it, or the end of the calls, is unknown."""
+    longest: int
+    """A bound of the length of a head."""
+    is_known: bool
+
+    @classmethod
+    def of(cls, tail: bytes, heads: Sequence[bytes], call_head: bytes | None, *, is_known: bool) -> _Layout:
+        # The number of a call in its conversation may stand before its name.
+        pattern = None if call_head is None else re.compile(re.sub(rb"\d+", rb"\\d+", re.escape(call_head)) + rb"\Z")
+        ordered = sorted({head for head in heads if head}, key=len, reverse=True)
+        longest = max([*map(len, ordered), len(call_head or b"") + len("1000000")])
+        return cls(tail, ordered, pattern, longest if ordered or call_head else 0, is_known)
+
+
+@dataclass(frozen=True, slots=True)
+class _Body:
+    """A sampled turn without its end token, and that token."""
+
+    text: bytes
+    end: bytes
+    layout: _Layout
 
 
 class Renderer:
@@ -76,9 +109,10 @@ class Renderer:
         )
         self.context_length = model_info.context_length
         self._form = TOOL_FORMATS[tool_format] if tool_format else None
-        self._call_ends = {
-            self._escapes[end] for end in (self._form.ends if self._form else ()) if end in self._escapes
-        }
+        ends = [end for end in (self._form.ends if self._form else ()) if end in self._escapes]
+        texts = (self._form.call + self._form.closing) if self._form else ""
+        self._call_ends = {self._escapes[end]: end in texts for end in ends}
+        """Tokens that end a turn with calls. True if the token belongs to the text of a call."""
         self._find_layout()
         ids = {literal: token.id for literal, token in self._control.items()}
         in_reasoning = reasoning is not None and self._opens(reasoning)
@@ -95,14 +129,19 @@ class Renderer:
         """
         if conversation.tools and not self.model.tool_format:
             raise InvalidRequest(
-                f"model {self.model.name} has no tools: its template ignores them, or has an unknown tool format",
+                f"model {self.model.name} has no tools: its template ignores them, or has an unknown tool format "
+                "(model.tool_format forces one)",
                 code="tools_not_supported",
                 param="tools",
             )
-        bodies = {i: self._split_end(encoded) for i, encoded in (sampled or {}).items()}
+        bodies = {i: self._body(conversation, i, encoded) for i, encoded in (sampled or {}).items()}
         own_ids = self._own_ids(conversation, bodies)
         # Some templates treat messages with tool calls differently from answers: these get call slots.
-        calling = {i for i in bodies if conversation.messages[i].tool_calls and self._call_head is not None}
+        messages = conversation.messages
+        answered = {
+            i for i in bodies if messages[i].tool_calls and i + 1 < len(messages) and messages[i + 1].role == "tool"
+        }
+        calling = {i for i in answered if bodies[i].layout.call_head is not None}
         attempts = [calling, set[int]()] if self._needs_calls else [set[int](), calling]
         for call_slots in attempts if bodies else ():
             try:
@@ -114,14 +153,21 @@ class Renderer:
                 continue
         return self._encode(self._template.render(conversation, own_ids=own_ids), {})
 
-    def _own_ids(self, conversation: Conversation, bodies: Mapping[int, tuple[bytes, bytes]]) -> dict[str, str]:
+    def _body(self, conversation: Conversation, i: int, encoded: bytes) -> _Body:
+        follows_result = i > 0 and conversation.messages[i - 1].role == "tool"
+        layout = self._after_result if follows_result else self._after_question
+        if layout.tail != self.generation_tail:
+            encoded = layout.tail + encoded.removeprefix(self.generation_tail)
+        return _Body(*self._split_end(encoded), layout)
+
+    def _own_ids(self, conversation: Conversation, bodies: Mapping[int, _Body]) -> dict[str, str]:
         """Returns the ids of calls as the model wrote them, by the id that the agent got."""
         ids = dict[str, str]()
         if self._form is None or not (self._form.id or "{id}" in self._form.call):
             return ids
-        for i, (body, _) in bodies.items():
+        for i, body in bodies.items():
             calls = conversation.messages[i].tool_calls
-            found = split_calls(self.show(body), self.model.tool_format, conversation.tools)[1] if calls else []
+            found = split_calls(self.show(body.text), self.model.tool_format, conversation.tools)[1] if calls else []
             if len(found) == len(calls):
                 ids.update({call.id: own.id for call, own in zip(calls, found, strict=True) if own.id})
         return ids
@@ -149,7 +195,18 @@ class Renderer:
                 param="messages",
             )
         tokens = self.tokenize(whole[len(prompt) :])
-        end = next((i for i, token in enumerate(tokens) if token in self.model.end_tokens), None)
+        end = self._end_in(tokens)
+        if end is None:
+            # GLM's turns end with the token that begins the next message.
+            then = (
+                Message("tool", "x", tool_call_id=answer.tool_calls[0].id)
+                if answer.tool_calls
+                else Message("user", "x")
+            )
+            followed = replace(answered, messages=(*answered.messages, then))
+            longer = self._encode(self._template.render(followed, generation_prompt=False), {})
+            tokens = self.tokenize(longer[len(prompt) :]) if longer.startswith(whole) else ()
+            end = self._end_in(tokens)
         if end is None:
             raise InvalidRequest(
                 "the model's chat template ends this answer without an end token",
@@ -157,6 +214,9 @@ class Renderer:
                 param="messages",
             )
         return tokens[: end + 1]
+
+    def _end_in(self, tokens: Sequence[int]) -> int | None:
+        return next((i for i, token in enumerate(tokens) if token in self.model.end_tokens), None)
 
     def encode_raw_prompt(self, prompt: str | Sequence[int]) -> bytes:
         """Returns a raw prompt as encoded text: text after the tokens with which the tokenizer opens it, ids unchanged.
@@ -224,6 +284,18 @@ class Renderer:
         text = "".join(rendered.texts)
         return frozenset(i for i, mark in marks.items() if mark in text)
 
+    def writes_start(self, conversation: Conversation, at: int, body: bytes) -> bool:
+        """True if the template begins assistant message `at` with an empty block of reasoning, as `body` does."""
+        heads = self._after_question.heads
+        if not heads or self._needs_calls:
+            return False
+        try:
+            rendered = self._template.render(conversation, slots=(at,))
+        except InvalidRequest:
+            return False
+        before = self._before_slot(rendered)
+        return any(before.endswith(head) and body.startswith(head) for head in heads)
+
     def encode_tokens(self, token_ids: Sequence[int]) -> bytes:
         """Returns the exact encoded text of tokens."""
         return b"".join(self._vocabulary.pieces(token_ids))
@@ -269,7 +341,7 @@ class Renderer:
             tools=conversation.tools,
         )
 
-    def _encode(self, rendered: Rendered, bodies: Mapping[int, tuple[bytes, bytes]]) -> bytes:
+    def _encode(self, rendered: Rendered, bodies: Mapping[int, _Body]) -> bytes:
         texts, marks = self._stripped(rendered), rendered.marks
         pieces = [b""] * (len(texts) + len(marks))
         encode = str.encode if self._vocabulary.is_plain("".join(texts)) else self._encode_text
@@ -280,7 +352,7 @@ class Renderer:
                 self._fill(pieces, marks, i, bodies[mark.index])
         return b"".join(pieces)
 
-    def _fill(self, pieces: list[bytes], marks: Sequence[str | BodySlot], i: int, body: tuple[bytes, bytes]) -> None:
+    def _fill(self, pieces: list[bytes], marks: Sequence[str | BodySlot], i: int, body: _Body) -> None:
         """Replaces the slot `marks[i]` by its body, and removes the template's text that the body already contains.
 
         Such text is what follows the generation prompt, the rest of the tool calls after a call slot, and what stands
@@ -288,22 +360,21 @@ class Renderer:
         """
         slot, at = marks[i], 2 * i + 1
         assert isinstance(slot, BodySlot)
-        self._cut_head(pieces, at, slot)
-        pieces[at], own_end = body
+        self._cut_head(pieces, at, slot, body.layout)
+        pieces[at], own_end = body.text, body.end
         end = self._next_end(marks, i)
+        if slot.in_call and not end:  # The end of a tool call is unknown.
+            raise InvalidRequest("the model's chat template does not end tool calls", code="template_error")
         after = 2 * end + 1
         between = b"".join(pieces[at + 1 : after]) if end else b""
-        if slot.in_call:
-            if not end:  # The end of a tool call is unknown.
-                raise InvalidRequest("the model's chat template does not end tool calls", code="template_error")
-        elif not end or (between.strip() and not pieces[at].endswith(between)):
-            pieces[at] += own_end if own_end in self._call_ends else b""
-            return
-        elif own_end != pieces[after] and own_end not in self._call_ends:
-            return
-        pieces[at + 1 : after] = [b""] * (after - at - 1)
-        if own_end in self._call_ends:
-            pieces[after] = own_end
+        is_ended = bool(end) and (slot.in_call or not between.strip() or pieces[at].endswith(between))
+        if own_end in self._call_ends and not (is_ended and pieces[after] == own_end):
+            if self._call_ends[own_end]:
+                pieces[at] += own_end
+            elif is_ended and pieces[after] == self._turn_end:
+                pieces[after] = own_end
+        if is_ended and (slot.in_call or pieces[after] == own_end):
+            pieces[at + 1 : after] = [b""] * (after - at - 1)
 
     def _next_end(self, marks: Sequence[str | BodySlot], i: int) -> int:
         """Returns the index of the end token after a slot, or 0 if there is none before the next slot."""
@@ -315,14 +386,17 @@ class Renderer:
                 return at
         return 0
 
-    def _cut_head(self, pieces: list[bytes], at: int, slot: BodySlot) -> None:
-        heads = self._answer_heads if not slot.in_call else [self._call_head or b""]
-        longest = max(map(len, heads), default=0)
+    def _cut_head(self, pieces: list[bytes], at: int, slot: BodySlot, layout: _Layout) -> None:
+        longest = layout.longest
         start, before = at, b""
         while start and len(before) < longest:
             start -= 1
             before = pieces[start] + before
-        head = next((head for head in heads if before.endswith(head)), None)
+        if slot.in_call:
+            found = layout.call_head.search(before) if layout.call_head else None
+            head = found[0] if found else None
+        else:
+            head = next((head for head in layout.heads if before.endswith(head)), None)
         if head is not None:
             pieces[start:at] = [before.removesuffix(head), *[b""] * (at - start - 1)][: at - start]
         elif slot.in_call:
@@ -369,63 +443,84 @@ class Renderer:
         return b"".join(self._escapes[part] if i % 2 else part.encode() for i, part in enumerate(parts))
 
     def _find_layout(self) -> None:
-        """Compares the generation prompt with the text that the template writes before an answer, and before a call."""
-        question, then = Message("user", QUESTION), Message("user", "x")
-        call = ToolCall("call00000", "x", "{}")
-        result, calling = Message("tool", RESULT, tool_call_id=call.id), Message("assistant", tool_calls=(call,))
-        answers = [(Message("assistant"), then), (Message("assistant"), result)]
-        prompt, heads = self._prompt(question), [self._head(question, *turn) for turn in answers]
-        call_head = self._head(question, calling, result)
-        known = [head for head in heads if head is not None]
-        start = len(_common([prompt, *known])) if known else len(prompt)
-        self.generation_tail = prompt[start:]
+        question = Message("user", QUESTION)
+        calling, again = (Message("assistant", tool_calls=(ToolCall(f"call0000{i}", "x", "{}"),)) for i in range(2))
+        result, another = (Message("tool", RESULT, tool_call_id=turn.tool_calls[0].id) for turn in (calling, again))
+        self._after_question = self._layout((question,), calling, result)
+        after = self._layout((question, calling, result), again, another)
+        # The end of the previous message is not a part of a turn: some templates write it differently at the end.
+        is_good = after.is_known and not any(escape(end) in after.tail for end in self.model.end_tokens)
+        self._after_result = after if is_good else self._after_question
+        self.generation_tail = self._after_question.tail
         """Encoded text that the generation prompt has after the head of an assistant turn, such as `<think>`."""
-        self._answer_heads = sorted({head[start:] for head in known if head[start:]}, key=len, reverse=True)
-        """Encoded text that the template writes before an answer, unlike the generation prompt: Mistral's space."""
-        has_head = call_head is not None and call_head.startswith(prompt[:start])
-        self._call_head = call_head[start:] if call_head is not None and has_head else None
-        """The same before the name of the first tool call; None if it is unknown."""
-        self._needs_calls = self._call_head is not None and self._rest(
-            question, calling, result, slots=True
-        ) != self._rest(question, calling, result, slots=False)
+        ends = {self._end_after((question,), Message("assistant"), then) for then in (question, result)}
+        self._turn_end = ends.pop() if len(ends) == 1 else b""
+        """The token that ends each answer. Empty if the end is the beginning of the next message."""
+        rests = [self._rest((question,), calling, result, slots=slots) for slots in (True, False)]
+        self._needs_calls = self._after_question.call_head is not None and rests[0] != rests[1]
         """True if the template writes the result of a call differently if it does not see the call."""
+
+    def _layout(self, asked: tuple[Message, ...], calling: Message, result: Message) -> _Layout:
+        """Compares the generation prompt with the text that the template writes before an answer, and before a call."""
+        prompt = self._prompt(asked)
+        answers = [self._slotted(asked, Message("assistant"), then, call_slot=False) for then in (asked[0], result)]
+        heads = [self._before_slot(answer) for answer in answers if answer is not None]
+        start = len(_common([prompt, *heads])) if heads else len(prompt)
+        call_head = None
+        called = self._slotted(asked, calling, result, call_slot=True)
+        if called is not None:
+            slot, end = self._slot_and_end(called)
+            head = self._before_slot(called)
+            # Without an end token before the result, the end of the calls is unknown.
+            if head.startswith(prompt[:start]) and not any(RESULT in text for text in called.texts[slot + 1 : end + 1]):
+                call_head = head[start:]
+        return _Layout.of(prompt[start:], [head[start:] for head in heads], call_head, is_known=bool(prompt and heads))
 
     def _opens(self, reasoning: ReasoningFormat) -> bool:
         """True if the generation prompt ends inside a block of reasoning."""
-        prompt = self._prompt(Message("user", QUESTION)).rpartition(QUESTION.encode())[2]
+        prompt = self._prompt((Message("user", QUESTION),)).rpartition(QUESTION.encode())[2]
         if not reasoning.opening:
             return True
         opening, closing = (self._literal(text.rstrip("\n")) for text in (reasoning.opening, reasoning.closing))
         return prompt.rfind(opening) > prompt.rfind(closing)
 
-    def _prompt(self, question: Message) -> bytes:
+    def _prompt(self, asked: tuple[Message, ...]) -> bytes:
         try:
-            return self._encode(self._template.render(Conversation((question,))), {})
+            return self._encode(self._template.render(Conversation(asked)), {})
         except InvalidRequest:
             return b""
 
-    def _head(self, question: Message, answer: Message, then: Message) -> bytes | None:
-        """Returns the text up to the slot of an answer, or None if there is none."""
-        rendered = self._slotted(question, answer, then, call_slot=bool(answer.tool_calls))
-        if rendered is None:
-            return None
-        at = next(i for i, mark in enumerate(rendered.marks) if isinstance(mark, BodySlot))
+    def _before_slot(self, rendered: Rendered) -> bytes:
+        at, _ = self._slot_and_end(rendered)
         return self._encode(Rendered(rendered.texts[: at + 1], rendered.marks[:at]), {})
 
-    def _rest(self, question: Message, calling: Message, result: Message, *, slots: bool) -> bytes | None:
+    def _rest(self, asked: tuple[Message, ...], calling: Message, result: Message, *, slots: bool) -> bytes | None:
         """Returns the text after the end token of a call, written as a slot or as a call."""
-        rendered = self._slotted(question, calling, result, call_slot=not slots)
+        rendered = self._slotted(asked, calling, result, call_slot=not slots)
         if rendered is None:
             return None
-        at = next(i for i, mark in enumerate(rendered.marks) if isinstance(mark, BodySlot))
-        at = self._next_end(rendered.marks, at) or at
-        return self._encode(Rendered(rendered.texts[at + 1 :], rendered.marks[at + 1 :]), {})
+        slot, end = self._slot_and_end(rendered)
+        at = (end or slot) + 1
+        return self._encode(Rendered(rendered.texts[at:], rendered.marks[at:]), {})
 
-    def _slotted(self, question: Message, answer: Message, then: Message, *, call_slot: bool) -> Rendered | None:
-        slots, call_slots = ((), (1,)) if call_slot else ((1,), ())
+    def _end_after(self, asked: tuple[Message, ...], answer: Message, then: Message) -> bytes:
+        rendered = self._slotted(asked, answer, then, call_slot=False)
+        end = self._slot_and_end(rendered)[1] if rendered else 0
+        mark = rendered.marks[end] if rendered and end else ""
+        return b"" if isinstance(mark, BodySlot) else self._escapes.get(mark, b"")
+
+    def _slot_and_end(self, rendered: Rendered) -> tuple[int, int]:
+        slot = next((i for i, mark in enumerate(rendered.marks) if isinstance(mark, BodySlot)), 0)
+        return slot, self._next_end(rendered.marks, slot)
+
+    def _slotted(
+        self, asked: tuple[Message, ...], answer: Message, then: Message, *, call_slot: bool
+    ) -> Rendered | None:
+        at = (len(asked),)
+        slots, call_slots = ((), at) if call_slot else (at, ())
         try:
             rendered = self._template.render(
-                Conversation((question, answer, then)), slots=slots, call_slots=call_slots, generation_prompt=False
+                Conversation((*asked, answer, then)), slots=slots, call_slots=call_slots, generation_prompt=False
             )
         except InvalidRequest:
             return None
