@@ -251,9 +251,12 @@ class _Calls:
         """The search continues here."""
         self._tried: int | None = None
         """Length of the text when an unfinished call was last read."""
+        self._has_end = False
+        """True if a call may have ended since then."""
 
     def read(self, text: str, *, is_whole: bool) -> list[Part]:
         self._text += text
+        self._has_end = self._has_end or not CALL_ENDS.isdisjoint(text)
         self._parts = []
         while self._num_broken < MAX_BROKEN and self._step(is_whole):
             pass
@@ -296,7 +299,7 @@ class _Calls:
         try:
             item: CallItem | None = self._syntax.read(self._text, head, self._schemas, is_whole=is_whole)
         except IncompleteCall:
-            self._tried = len(self._text)
+            self._tried, self._has_end = len(self._text), False
             return False
         # An object in a broken call, or in prose, may look like a call.
         known_only = self._schemas and (self._syntax.is_unmarked or self._num_broken)
@@ -314,7 +317,7 @@ class _Calls:
         if self._tried is None:
             return True
         grown, length = len(self._text) - self._tried, len(self._text) - self._at
-        if CALL_ENDS.isdisjoint(self._text[self._tried :]) or 16 * grown < length - SHORT_CALL:
+        if not self._has_end or 16 * grown < length - SHORT_CALL:
             return False
         self._tried = None
         return True
