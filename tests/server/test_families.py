@@ -32,6 +32,8 @@ MODELS = {
     "mistral_v13": "[THINK]",
 }
 """Templates, and their blocks of reasoning."""
+ENDS = {"glm4_5": "<|user|>"}
+"""Tokens that end an answer, and begin the next message."""
 CALLS = (("add", {"a": 1}), ("add", {"a": 2}))
 
 
@@ -50,16 +52,21 @@ def said(info: ModelInfo, name: str, *, calls: bool) -> str:
     form = TOOL_FORMATS[info.tool_format]
     if reasoning.channels and calls:
         return f"{thought}<|start|>assistant{write_calls(form, written[:1])}"
-    return thought + (write_calls(form, written) + "".join(form.ends[:1]) if calls else f"{before}It is 3.{after}")
+    if calls:
+        return thought + write_calls(form, written) + "".join(form.ends[:1])
+    return f"{thought}{before}It is 3.{after}{ENDS.get(name, '')}"
 
 
 @pytest.mark.parametrize("dialect", WITH_TOOLS, ids=str)
 @pytest.mark.parametrize("name", [*MODELS, "gpt_oss"])
-async def test_an_answer_is_read_streamed_and_recognised(tmp_path: Path, name: str, dialect: Speech) -> None:
-    info = card(tmp_path, name)
+@pytest.mark.parametrize("keeps", [False, True], ids=["template", "as_sampled"])
+async def test_an_answer_is_read_streamed_and_recognised(
+    tmp_path: Path, name: str, dialect: Speech, keeps: bool
+) -> None:
+    info, job = card(tmp_path, name), {"max_tokens": 300, "history": "as_sampled" if keeps else "template"}
     answers = itertools.cycle([said(info, name, calls=True), said(info, name, calls=False)])
     script = saying(lambda prompt: next(answers), name)
-    async with serving(tmp_path / "d", script, card=info, job={"max_tokens": 300}) as served:
+    async with serving(tmp_path / "d", script, card=info, job=job) as served:
         tools, turns = list(dialect.tools), []
         for stream in (False, True):
             served.run.compute.asked.clear()
@@ -70,6 +77,10 @@ async def test_an_answer_is_read_streamed_and_recognised(tmp_path: Path, name: s
             history = [*HELLO, *first.turn]
             last = await dialect.ask(served, episode, stream=stream, tools=tools, **{dialect.history: history})
             assert (last.text, last.reasoning, last.end) == ("It is 3.", "Hm.", "stop")
+            if keeps and name != "gpt_oss":  # Its template replaces the token that ends an answer.
+                history = [*history, *last.turn, *HELLO]
+                await dialect.ask(served, episode, stream=stream, tools=tools, **{dialect.history: history})
+                next(answers)
             assert_one_timeline(served, episode)
             turns.append([first, last])
         assert turns[0] == turns[1]
