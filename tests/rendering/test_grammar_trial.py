@@ -24,11 +24,6 @@ REASONS = OutputStyle("", THINK, False, {"<think>": 151_667, "</think>": 151_668
 LARGE = {"type": "integer", "multipleOf": 9_999_991}
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.mark.e2e
 @pytest.mark.parametrize(
     ("schema", "style"),
