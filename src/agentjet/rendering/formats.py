@@ -306,7 +306,7 @@ CallItem = tuple[int, list[ParsedCall]]
 """The end of an item in the text, and its calls."""
 RegexPattern: TypeAlias = Any
 RegexMatch: TypeAlias = Any
-"""Of the package `regex`, which also finds the beginning of a match at the end of a text."""
+"""A type of the package `regex`, which also finds the beginning of a match at the end of a text."""
 LONGEST_WORD = 16
 """Characters of a JSON text that are read together, at most: an escape or `-Infinity`."""
 
