@@ -42,7 +42,7 @@ from agentjet.types import (
     SamplingParams,
     TokenScore,
 )
-from tests.tiny import SPECIAL, make_model_info, tokenizer
+from tests.tiny import dialect, make_model_info, tokenizer
 
 RUN = Path("runs/default")
 """Folder of the default run in a data dir."""
@@ -393,17 +393,18 @@ def _allowed(piece: tuple[int, ...], params: SamplingParams) -> tuple[bytes, ...
     return tuple(encode_set(np.isin(np.arange(300), [token, token + 1])) for token in piece)
 
 
-def saying(reply: Callable[[str], str]) -> Script:
+def saying(reply: Callable[[str], str], template: str = "chatml") -> Script:
     """A script in words: `reply` gets the prompt's text (control tokens by name), its answer is sampled with an end
     token.
 
-    Texts are those of `tests.tiny`'s tokenizer.
+    Texts are those of `tests.tiny`'s tokenizer of a template.
     """
-    made = tokenizer()
+    made = tokenizer(template)
+    end = made.token_to_id(dialect(template).ends[0])
 
     def script(token_ids: Sequence[int], params: SamplingParams) -> Sequence[int]:
         prompt = made.decode(list(token_ids), skip_special_tokens=False)
-        return [*made.encode(reply(prompt), add_special_tokens=False).ids, SPECIAL.index("<|im_end|>")]
+        return [*made.encode(reply(prompt), add_special_tokens=False).ids, end]
 
     return script
 

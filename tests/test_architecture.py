@@ -59,7 +59,7 @@ PACKAGES = {
     "timeline": rule(VOCABULARY, "numpy"),
     "recipes": rule(f"{VOCABULARY} section timeline", "numpy pydantic pydantic_core", lazy="torch"),
     "config": rule(f"{VOCABULARY} section recipes.hooks recipes.recipe recipes.registry", "pydantic pydantic_core"),
-    "rendering": rule(f"{VOCABULARY} config", "jinja2 llguidance tokenizers"),
+    "rendering": rule(f"{VOCABULARY} config", "jinja2 llguidance regex tokenizers"),
     "swarm": rule(
         f"{VOCABULARY} database config protocol timeline recipes.hooks recipes.recipe recipes.rollout",
         "numpy pydantic",

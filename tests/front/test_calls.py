@@ -89,7 +89,7 @@ async def test_a_streamed_call_whose_worker_dies_fails_once_text_is_out(tmp_path
     async with running(tmp_path / "d") as run:
         episode = await run.gateway.begin(BeginRequest(task_id="t"))
         stream = run.stream(episode.id)
-        assert (await anext(stream)).text == "h"
+        assert (await anext(stream)).delta.text == "h"
         run.compute.may_sample.clear()
         run.compute.die()
         with pytest.raises(Later) as broken:

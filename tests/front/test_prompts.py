@@ -121,10 +121,10 @@ def sent(made: CompletionParser, tokens: Sequence[int], sizes: Sequence[int]) ->
         piece, left, turn = left[:size], left[size:], turn + 1
         made.push(Sampled(tuple(piece), (-0.5,) * len(piece), 0, None if left else "stop"))
         if left and not made.stopped:
-            more = made.stable_delta()
-            reasoning, content = reasoning + more[0], content + more[1]
-    message, *more = made.message()
-    return reasoning + more[0], content + more[1], message
+            more = made.delta()
+            reasoning, content = reasoning + more.reasoning, content + more.text
+    message, more = made.message()
+    return reasoning + more.reasoning, content + more.text, message
 
 
 FRAGMENTS = st.sampled_from(
@@ -184,9 +184,9 @@ def test_what_is_certain_token_by_token_is_what_is_certain_at_once(
         whole.push(Sampled(tuple(tokens[:length]), (-0.5,) * length, 0))
         if grown.stopped:
             break
-        more = grown.stable_delta()
-        reasoning, content = reasoning + more[0], content + more[1]
-        assert (reasoning, content) == whole.stable_delta()
+        more, at_once = grown.delta(), whole.delta()
+        reasoning, content = reasoning + more.reasoning, content + more.text
+        assert (reasoning, content) == (at_once.reasoning, at_once.text)
 
 
 CALLS = {
@@ -212,10 +212,10 @@ def test_a_long_stop_string_costs_no_memory_of_its_own() -> None:
     try:
         made = answer(tools=False, stop=[stop])
         made.push(Sampled(tuple(tokens), (-0.5,) * len(tokens), 0))
-        certain, most = made.stable_delta(), tracemalloc.get_traced_memory()[1]
+        certain, most = made.delta().text, tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert certain == ("", "one "), "what may become the stop string waits"
+    assert certain == "one ", "what may become the stop string waits"
     assert most < 2**20
 
 
@@ -225,7 +225,7 @@ def test_ordinary_text_is_sent_at_once() -> None:
     pieces = []
     for token in tokens:
         made.push(Sampled((token,), (-0.5,), 0))
-        pieces.append(made.stable_delta()[1])
+        pieces.append(made.delta().text)
     assert sum(bool(piece) for piece in pieces) >= len(tokens) - 2, "only white space waits for what follows"
 
 
@@ -233,7 +233,7 @@ def test_ordinary_text_is_sent_at_once() -> None:
 def test_what_may_become_something_else_waits(text: str, sent_early: str) -> None:
     made = answer(stop=["END"], tools="tool" in text)
     made.push(Sampled(tuple(tokenizer().encode(text).ids), (-0.5,) * len(tokenizer().encode(text).ids), 0))
-    assert made.stable_delta()[1] == sent_early
+    assert made.delta().text == sent_early
 
 
 def test_the_token_that_completes_a_stop_string_is_the_last() -> None:

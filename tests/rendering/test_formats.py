@@ -22,7 +22,8 @@ from agentjet.errors import ConfigError
 from agentjet.front.prompts import prepare_prompt
 from agentjet.rendering import Renderer, template_for
 from agentjet.rendering.chat_template import try_tools
-from agentjet.rendering.formats import TOOL_FORMATS, ParsedCall, split_calls, write_calls
+from agentjet.rendering.formats import TOOL_FORMATS, ParsedCall, write_calls
+from agentjet.rendering.parser import split_calls
 from agentjet.timeline import ConversationTree
 from agentjet.types import Call, Conversation, Message, ToolCall
 from tests import tiny

@@ -6,15 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentjet.rendering.formats import THINK, TOOL_FORMATS, parse_completion
+from agentjet.rendering.formats import THINK, TOOL_FORMATS
+from agentjet.rendering.parser import MessageReader
 from agentjet.types import Message, ToolCall
 
 
 def parse(text: str, tool_format: str = "hermes", *, reasons: bool = False, in_reasoning: bool = False) -> Message:
     reasoning = THINK if reasons else None
-    return parse_completion(
-        text, reasoning=reasoning, in_reasoning=in_reasoning, tool_format=tool_format, id_prefix="c"
-    )
+    reader = MessageReader(reasoning=reasoning, in_reasoning=in_reasoning, tool_format=tool_format)
+    return reader.message(text, id_prefix="c")
 
 
 @pytest.mark.parametrize(

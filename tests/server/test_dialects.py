@@ -47,6 +47,8 @@ TWO_CALLS = (
     '\n<tool_call>\n{"name": "add", "arguments": {"a":  1, "b": "é"}}\n</tool_call>'
     '\n<tool_call>\n{"name": "add", "arguments": {"a":  2}}\n</tool_call>'
 )
+MIXED = TWO_CALLS.replace("</tool_call>\n", "</tool_call>\nAnd \n") + "\n\nWait."
+"""Text between and after the calls."""
 STREAMED = pytest.mark.parametrize("stream", [False, True], ids=["plain", "streamed"])
 
 
@@ -59,7 +61,7 @@ def key_of(episode: dict[str, Any]) -> dict[str, str]:
 
 
 @dialects(*SPEECHES)
-@pytest.mark.parametrize("said", ["grüße 🙂 to you", "", TWO_CALLS, "<think>\ncut off"])
+@pytest.mark.parametrize("said", ["grüße 🙂 to you", "", TWO_CALLS, MIXED, "<think>\ncut off"])
 async def test_a_streamed_answer_is_the_plain_one(tmp_path: Path, dialect: Speech, said: str) -> None:
     job = {"max_tokens": 300}
     async with serving(tmp_path / "d", saying(lambda prompt: said), card=tool_card(tmp_path), job=job) as served:
@@ -70,8 +72,9 @@ async def test_a_streamed_answer_is_the_plain_one(tmp_path: Path, dialect: Speec
         first, second = calls_of(served, episode)
         [asked, _] = served.run.compute.asked
         assert plain.usage == (len(asked.prompt), len(first.completion)) and first.completion == second.completion
-        if said == TWO_CALLS and dialect.tools:
-            assert (plain.text, plain.reasoning, plain.end) == ("Let me see.", "hm", "calls")
+        if said in (TWO_CALLS, MIXED) and dialect.tools:
+            text = "Let me see." if said == TWO_CALLS else "Let me see.\n\nAnd \n\n\nWait."
+            assert (plain.text, plain.reasoning, plain.end) == (text, "hm", "calls")
             assert plain.calls == (("add", {"a": 1, "b": "é"}), ("add", {"a": 2}))
         elif "<think>" not in said or dialect is COMPLETIONS:
             assert (plain.text, plain.end) == (said, "stop")
@@ -93,9 +96,10 @@ async def test_it_really_streams(tmp_path: Path, dialect: Speech) -> None:
 
 @dialects(*WITH_TOOLS)
 @STREAMED
-async def test_a_turn_that_comes_back_is_recognised(tmp_path: Path, dialect: Speech, stream: bool) -> None:
+@pytest.mark.parametrize("said", [TWO_CALLS, MIXED], ids=["calls", "mixed"])
+async def test_a_turn_that_comes_back_is_recognised(tmp_path: Path, dialect: Speech, stream: bool, said: str) -> None:
     def reply(prompt: str) -> str:
-        return TWO_CALLS if "<tool_response>" not in prompt else "<think>\nso\n</think>\n\nIt is 3."
+        return said if "<tool_response>" not in prompt else "<think>\nso\n</think>\n\nIt is 3."
 
     async with serving(tmp_path / "d", saying(reply), card=tool_card(tmp_path), job={"max_tokens": 300}) as served:
         episode = await served.begin()

@@ -85,7 +85,7 @@ class Session:
         answer = CompletionParser(self.model.renderer, conversation, stop=stop, id_prefix=f"call_{id}")
         logprobs = tuple(-float(next(self.record.numbers)) for _ in completion)
         answer.push(Sampled(tuple(completion), logprobs, len(self.prompts), "stop"))
-        message, _, _ = answer.message()
+        message, _ = answer.message()
         sampled = tuple(answer.tokens)
         call = Call(
             id=id,

@@ -49,7 +49,7 @@ from agentjet.errors import (
     WorkerDied,
 )
 from agentjet.front.concurrency import Gate, GroupCommit, offload
-from agentjet.front.prompts import CompletionParser, Prompt, TokenLogprob, num_characters, prepare_prompt
+from agentjet.front.prompts import AnswerDelta, CompletionParser, Prompt, TokenLogprob, num_characters, prepare_prompt
 from agentjet.rendering import Renderer
 from agentjet.rendering.grammar import GrammarTrials
 from agentjet.swarm import EpisodeRecord
@@ -137,12 +137,11 @@ class ScoredToken:
 class CallChunk:
     """A piece of one choice. The last chunk of a choice has its `call`.
 
-    The `text` of all chunks, joined, is the content of the answer. The same holds for `reasoning` and `tokens`.
+    The sum of all deltas is the answer. The same holds for `tokens`.
     """
 
     index: int
-    text: str = ""
-    reasoning: str = ""
+    delta: AnswerDelta = AnswerDelta()  # noqa: RUF009
     tokens: tuple[TokenLogprob, ...] = ()
     call: Call | None = None
     num_prompt_tokens: int = 0
@@ -605,7 +604,7 @@ class ActiveChoice:
         )
 
     async def sample(self, compute: Sampler) -> AsyncGenerator[CallChunk]:
-        """Samples into the parser. Yields chunks of stable text if the request streams."""
+        """Samples into the parser. Yields chunks of stable parts if the request streams."""
         call, prompt, parser = self._call, self._prompt.tokens, self._parser
         with _request_errors(call.request):
             async with aclosing(compute.sample(call.policy, prompt, self._params)) as pieces:
@@ -614,10 +613,9 @@ class ActiveChoice:
                     if parser.stopped or piece.finish_reason is not None:
                         return
                     if call.request.stream:
-                        reasoning, text = parser.stable_delta()
-                        if reasoning or text:
-                            tokens = parser.new_tokens()
-                            yield CallChunk(self._index, text, reasoning, tokens, num_prompt_tokens=len(prompt))
+                        delta = parser.delta()
+                        if delta.parts:
+                            yield CallChunk(self._index, delta, parser.new_tokens(), num_prompt_tokens=len(prompt))
 
     async def score(self, compute: Sampler) -> tuple[ScoredToken, ...]:
         """Returns the scores of prompt and completion if the request asks for them."""
@@ -638,7 +636,7 @@ class ActiveChoice:
     async def record(self, calls: Calls, scores: tuple[ScoredToken, ...]) -> CallChunk:
         """Records the completion durably and returns its last chunk. Raises `Conflict` if the episode ended."""
         call, prompt, parser = self._call, self._prompt, self._parser
-        message, reasoning, text = parser.message()
+        message, delta = parser.message()
         completion = tuple(parser.tokens)
         retry_of = call.next_repeated()
         now = calls.clock()
@@ -679,7 +677,7 @@ class ActiveChoice:
             finish_reason=record.finish_reason,
         )
         num_tokens, tokens = len(prompt.tokens), parser.new_tokens()
-        return CallChunk(self._index, text, reasoning, tokens, record, num_tokens, parser.stopped_by, scores)
+        return CallChunk(self._index, delta, tokens, record, num_tokens, parser.stopped_by, scores)
 
 
 def _check_limit(count: int, most: int, kind: str, name: str) -> None:

@@ -3,8 +3,8 @@
 Known tokens of a prompt are kept; only new text is tokenised.
 
 A parser turns the sampled tokens of one choice into text, reasoning and tool calls while they arrive. Invariant: the
-streamed pieces, joined, equal the content and the reasoning of the final message. So an answer does not depend on
-streaming, and a streamed turn is recognised when the agent sends it back.
+final message is the sum of all that was returned. So an answer does not depend on streaming, and a streamed turn is
+recognised when the agent sends it back.
 
 `answer_all` turns demonstrations into calls: the tokens that the policy would see and sample, from conversations with
 given answers. The answer is the text that the chat template writes after the prompt, with the end token. An answer
@@ -17,17 +17,18 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from agentjet.errors import ContextOverflow, InvalidRequest
 from agentjet.rendering import Renderer
-from agentjet.rendering.formats import MARKERS, THINK
+from agentjet.rendering.formats import ParsedCall
+from agentjet.rendering.parser import Thought, partial_length
 from agentjet.swarm.batches import Answered
 from agentjet.swarm.journal import RecordedCall
 from agentjet.timeline import ConversationTree, Match
 from agentjet.timeline.forest import EVERYTHING
 from agentjet.timeline.tree import context_hash, new_context, raw_key
-from agentjet.types import Call, Conversation, FinishReason, Fork, Message, NewContext, Sampled
+from agentjet.types import Call, Conversation, FinishReason, Fork, Message, NewContext, Sampled, ToolCall
 
 MAX_BYTES_PER_TOKEN = 8
 """Text with more bytes per context token than this is counted before it is tokenised."""
@@ -263,6 +264,24 @@ class TokenLogprob:
     logprob: float
 
 
+class AnswerDelta(NamedTuple):
+    """New parts of an answer, in their order."""
+
+    parts: tuple[str | Thought | ToolCall, ...] = ()
+
+    @property
+    def text(self) -> str:
+        return "".join(part for part in self.parts if isinstance(part, str))
+
+    @property
+    def reasoning(self) -> str:
+        return "".join(part.text for part in self.parts if isinstance(part, Thought))
+
+    @property
+    def calls(self) -> tuple[ToolCall, ...]:
+        return tuple(part for part in self.parts if isinstance(part, ToolCall))
+
+
 class CompletionParser:
     """Parses one choice. Call `push` until the completion ends or `stopped` is True, then `message`."""
 
@@ -275,26 +294,14 @@ class CompletionParser:
         self.stopped_by = ""
         """The stop string that ended the completion. Later tokens are ignored."""
         self._renderer = renderer
-        self._conversation = conversation
         self._stop = tuple(stop)
-        self._tool_format = renderer.model.tool_format if conversation.tools else ""
         self._id_prefix = id_prefix
         self._stream = renderer.stream()
+        self._reader = renderer.reader(conversation)
         self._text = ""
-        self._ending = (*MARKERS, *self._stop)
-        """Strings that change the message once they are complete. A partial one at the end is held back."""
-        self._sent_reasoning = 0
-        self._sent_content = 0
-        self._reasoning_at = 0
-        """Offset of the reasoning in the text. Valid once some of it was sent."""
-        self._content_at = 0
-        """Offset of the content in the text. Valid once some of it was sent."""
-        reasoning = renderer.style.reasoning
-        self._holds_rest = self._tool_format not in ("", "hermes", "mistral", "llama3") or reasoning not in (
-            None,
-            THINK,
-        )
-        """True if the rest of the text may belong to a tool call. It is then sent with the final message only."""
+        """Text that the reader has not taken."""
+        self._parts: list[str | Thought | ToolCall] = []
+        self._num_calls = 0
         self._shown_tokens = 0
         self._worker_reason: FinishReason | None = None
 
@@ -314,43 +321,29 @@ class CompletionParser:
             if self._grow(self._stream.push([token])):
                 return
 
-    def stable_delta(self) -> tuple[str, str]:
-        """Returns new reasoning and new content that no later token can change.
+    def delta(self) -> AnswerDelta:
+        """Returns what is new since the last call, and what no later token can change. The work is linear."""
+        end = len(self._text) - max((partial_length(self._text, literal) for literal in self._stop), default=0)
+        return self._read(end, is_whole=False)
 
-        The work is linear in the new text: text that was sent is not parsed again.
-        """
-        if self._holds_rest:
-            return "", ""
-        end = len(self._text) - max(_partial_length(self._text, literal) for literal in self._ending)
-        if self._sent_content:
-            fresh = self._before_calls(self._text[self._content_at + self._sent_content : end])
-            self._sent_content += len(fresh)
-            return "", fresh
-        if self._sent_reasoning:
-            fresh = self._text[self._reasoning_at + self._sent_reasoning : end]
-            if "</think>" not in fresh:
-                fresh = fresh.rstrip("\n")
-                self._sent_reasoning += len(fresh)
-                return fresh, ""
-        return self._first_delta(self._text[:end])
-
-    def _first_delta(self, text: str) -> tuple[str, str]:
-        """Returns the stable text before any content was sent. Finds where reasoning ends and content begins."""
-        if not text.strip():
-            return "", ""
-        # Parsed without tools: later text may show that a complete tool call is plain text.
-        message = self._renderer.parse_text(text, replace(self._conversation, tools=()))
-        self._content_at = len(text) - len(message.content)
-        if not self._sent_reasoning:
-            self._reasoning_at = 0 if "</think>" in text else len(text.rstrip("\n")) - len(message.reasoning)
-        return self._unsent(message.reasoning, self._stable_content(message.content))
-
-    def message(self) -> tuple[Message, str, str]:
-        """Returns the final assistant message, and its reasoning and content that were not returned before."""
+    def message(self) -> tuple[Message, AnswerDelta]:
+        """Returns the final assistant message, and its part that `delta` did not return."""
         if not self.stopped:
             self._grow(self._stream.flush())
-        message = self._renderer.parse_text(self._text, self._conversation, id_prefix=self._id_prefix)
-        return message, *self._unsent(message.reasoning, message.content)
+        rest = self._read(len(self._text), is_whole=True)
+        whole = AnswerDelta(tuple(self._parts))
+        return Message("assistant", whole.text, whole.reasoning, whole.calls), rest
+
+    def _read(self, end: int, *, is_whole: bool) -> AnswerDelta:
+        start = len(self._parts)
+        for part in self._reader.read(self._text[:end], is_whole=is_whole):
+            if isinstance(part, ParsedCall):
+                self._parts.append(ToolCall(f"{self._id_prefix}_{self._num_calls}", part.name, part.arguments))
+                self._num_calls += 1
+            else:
+                self._parts.append(part)
+        self._text = self._text[end:]
+        return AnswerDelta(tuple(self._parts[start:]))
 
     def finish_reason(self, message: Message) -> FinishReason:
         reason = "stop" if self.stopped else self._worker_reason or "length"
@@ -377,39 +370,6 @@ class CompletionParser:
             at, self.stopped_by = min(found, key=lambda place: place[0])
             self._text = self._text[:at]
         return self.stopped
-
-    def _stable_content(self, content: str) -> str:
-        """Returns the stable part of the content's beginning, or '' if a tool call may begin there."""
-        if self._tool_format and (
-            content[:1].isspace() or (self._tool_format == "llama3" and content.startswith(("{", "[")))
-        ):
-            self._holds_rest = True
-            return ""
-        return self._before_calls(content)
-
-    def _before_calls(self, content: str) -> str:
-        """Returns the content before a possible tool call, without the white space that the call would strip."""
-        if not self._tool_format:
-            return content
-        starts = [at for at in map(content.find, MARKERS) if at >= 0]
-        self._holds_rest = bool(starts)
-        return content[: min(starts, default=len(content))].rstrip()
-
-    def _unsent(self, reasoning: str, content: str) -> tuple[str, str]:
-        fresh = reasoning[self._sent_reasoning :], content[self._sent_content :]
-        self._sent_reasoning = max(self._sent_reasoning, len(reasoning))
-        self._sent_content = max(self._sent_content, len(content))
-        return fresh
-
-
-def _partial_length(text: str, literal: str) -> int:
-    """Length of the longest suffix of `text` that is a proper prefix of `literal`."""
-    at = max(0, len(text) - len(literal) + 1)
-    while (at := text.find(literal[0], at)) >= 0:
-        if literal.startswith(text[at:]):
-            return len(text) - at
-        at += 1
-    return 0
 
 
 # ---- demonstrations --------------------------------------------------------------------------------------------------

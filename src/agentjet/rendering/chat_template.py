@@ -36,10 +36,10 @@ from agentjet.rendering.formats import (
     TOOL_FORMATS,
     ParsedCall,
     ReasoningFormat,
-    split_calls,
     tags_of,
     write_calls,
 )
+from agentjet.rendering.parser import split_calls
 from agentjet.types import Conversation, Message, ToolCall
 
 log = logging.getLogger(__name__)

@@ -1,12 +1,12 @@
-"""The syntax of tool calls and of reasoning, as data, and the parser of whole completions.
+"""The syntax of tool calls and of reasoning, as data, and the reader of one call.
 
 A tool format has the name of its first users. It is the text of a call with holes (see `ToolFormat`), so that the
-parser, the grammar and `write_calls` read the same lines. `TOOL_FORMATS` has all formats, `REASONING_FORMATS` the
+reader, the grammar and `write_calls` read the same lines. `TOOL_FORMATS` has all formats, `REASONING_FORMATS` the
 blocks of reasoning.
 
-The parser accepts other white space than the format writes. A broken call stays in the content; the calls beside it are
-returned. A call without its closing is a call if its arguments are complete: the completion may have been cut, or its
-closing is the end token, which is not displayed.
+The reader accepts other white space than the format writes. A call without its closing is a call if its arguments are
+complete: the completion may have been cut, or its closing is the end token, which is not displayed. `parser` finds the
+calls of a completion.
 
 Values between tags are text. The schema of the tool gives the type: a string stays a string, anything else is JSON, or
 a Python literal (Seed-OSS), or else a string.
@@ -21,9 +21,9 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
-from agentjet.types import Message, ToolCall
+import regex
 
 # ---- data ------------------------------------------------------------------------------------------------------------
 
@@ -256,127 +256,6 @@ class ParsedCall(NamedTuple):
 
 Tools = Sequence[Mapping[str, Any]]
 HOLE = re.compile(r"\{(name|id|index|arguments|parameters|keywords|bare|key|value|is_text)\}")
-MAX_BROKEN = 64
-"""Broken calls after which the rest of a completion is content. It bounds the work on hostile text."""
-
-
-# ---- whole completions -----------------------------------------------------------------------------------------------
-
-
-def parse_completion(
-    text: str,
-    *,
-    reasoning: ReasoningFormat | None,
-    in_reasoning: bool,
-    tool_format: str,
-    tools: Tools = (),
-    id_prefix: str,
-) -> Message:
-    """Returns the assistant message of a completion.
-
-    With `reasoning`, a leading block of it is parsed; with `in_reasoning`, the prompt has already opened the block.
-    With an empty `tool_format`, tool calls are not parsed. `tools` give types to arguments that are written as text.
-    The ids of tool calls are `<id_prefix>_0`, `<id_prefix>_1`, ...
-    """
-    if tool_format == HARMONY or (reasoning is not None and reasoning.channels):
-        thought, content, found = _parse_channels(text, with_calls=bool(tool_format))
-    else:
-        form = TOOL_FORMATS[tool_format] if tool_format else None
-        thought, content = _split_reasoning(text, reasoning, in_reasoning, form) if reasoning else ("", text)
-        content, found = split_calls(content, tool_format, tools) if form else (content, [])
-    calls = tuple(ToolCall(f"{id_prefix}_{i}", call.name, call.arguments) for i, call in enumerate(found))
-    return Message("assistant", content, thought, calls)
-
-
-def _split_reasoning(
-    text: str, reasoning: ReasoningFormat, in_reasoning: bool, form: ToolFormat | None
-) -> tuple[str, str]:
-    """Returns the reasoning and the text after it. Truncated reasoning has no text after it."""
-    opened, opening = text.lstrip(), reasoning.opening.rstrip("\n")
-    if opening and opened.startswith(opening):
-        opened = opened.removeprefix(opening)
-    elif not in_reasoning:
-        return "", _answer(text, reasoning)
-    thought, closed, rest = opened.partition(reasoning.closing)
-    if not closed and not opening and form and form.marker in thought:
-        # Nothing announces the answer when there is only a call.
-        at = thought.index(form.marker)
-        thought, rest = thought[:at], thought[at:]
-    return thought.strip("\n"), _answer(rest.lstrip("\n"), reasoning)
-
-
-def _answer(text: str, reasoning: ReasoningFormat) -> str:
-    before, after = reasoning.answer
-    if before and text.lstrip().startswith(before):
-        text = text.lstrip().removeprefix(before)
-    return text.rstrip().removesuffix(after) if after and text.rstrip().endswith(after) else text
-
-
-_CHANNEL = re.compile(
-    r"(?:<\|start\|>(?P<head>[^<]*)|\A(?P<first>\s*to=[^<]*))?<\|channel\|>(?P<channel>[a-z]+)(?P<more>[^<]*)(?:<\|constrain\|>[^<]*)?"
-    r"<\|message\|>(?P<text>.*?)(?P<end><\|end\|>|<\|call\|>|<\|return\|>|(?=<\|start\|>)|\Z)",
-    re.DOTALL,
-)
-_RECIPIENT = re.compile(r"\bto=functions\.(\S+)")
-
-
-def _parse_channels(text: str, *, with_calls: bool) -> tuple[str, str, list[ParsedCall]]:
-    """Returns reasoning, content and calls of a completion in channels. Text outside of a message is content."""
-    thoughts, contents, calls, at = list[str](), list[str](), list[ParsedCall](), 0
-    for message in _CHANNEL.finditer(text):
-        contents.append(text[at : message.start()])
-        at = message.end()
-        recipient = _RECIPIENT.search(" ".join(filter(None, message.group("first", "head", "more"))))
-        if recipient and with_calls:
-            try:
-                calls.append(_checked(recipient[1], message["text"].strip()))
-            except (ValueError, RecursionError):
-                contents.append(message[0])
-        else:
-            (thoughts if message["channel"] == "analysis" else contents).append(message["text"])
-    contents.append(text[at:])
-    return "\n".join(thoughts).strip("\n"), "".join(contents), calls
-
-
-def split_calls(text: str, tool_format: str, tools: Tools = ()) -> tuple[str, list[ParsedCall]]:
-    """Returns the text without its good calls, and these. Without any, the text is unchanged."""
-    if tool_format == HARMONY:
-        return _parse_channels(text, with_calls=True)[1:]
-    syntax, schemas = _syntax(TOOL_FORMATS[tool_format]), _schemas(tools)
-    found, kept, broken = list[ParsedCall](), list[str](), 0
-    done = at = 0
-    """Text before `done` is in `kept`, or in a call. `at` is where the search continues."""
-    section = None if syntax.opening else (0, 0)
-    while broken < MAX_BROKEN:
-        if section is None:
-            opened = syntax.opening and syntax.opening.search(text, at)
-            if not opened:
-                break
-            section, at = opened.span(), opened.end()
-        head = syntax.head.search(text, at)
-        until = head.start() if head else len(text)
-        closed = syntax.closing.search(text, at, until) if syntax.closing else None
-        if closed:
-            if done > section[0] and syntax.is_junk(text[done : closed.start()]):
-                done = closed.end()
-            section, at = None, closed.end()
-            continue
-        if head is None:
-            break
-        item = syntax.read(text, head, schemas)
-        only_junk = syntax.is_junk(text[max(done, section[1]) : head.start()])
-        # An object in a broken call, or in prose, may look like a call. Behind a call, it is one.
-        known_only = schemas and (broken or (syntax.is_unmarked and not (found and only_junk)))
-        if item is None or (known_only and any(call.name not in schemas for call in item[1])):
-            broken, at = broken + 1, head.start() + 1
-            continue
-        kept.append(text[done : max(done, section[0]) if only_junk else head.start()])
-        found += item[1]
-        done = at = item[0]
-    if not found:
-        return text, []
-    kept.append("" if section and syntax.is_junk(text[done:]) else text[done:])
-    return "".join(kept).strip(), found
 
 
 def write_calls(form: ToolFormat, calls: Sequence[ParsedCall]) -> str:
@@ -424,13 +303,24 @@ def bare(value: Any) -> str:
 # ---- one call --------------------------------------------------------------------------------------------------------
 
 _JSON = json.JSONDecoder()
-_Item = tuple[int, list[ParsedCall]]
+CallItem = tuple[int, list[ParsedCall]]
 """The end of an item in the text, and its calls."""
-_Schemas = Mapping[str, Mapping[str, Any]]
+RegexPattern: TypeAlias = Any
+RegexMatch: TypeAlias = Any
+"""A type of the package `regex`, which also finds the beginning of a match at the end of a text."""
+LONGEST_WORD = 16
+"""Characters of a JSON text that are read together, at most: an escape or `-Infinity`."""
+
+
+class IncompleteCall(Exception):
+    """The text ends before the item does."""
+
+
+Schemas = Mapping[str, Mapping[str, Any]]
 _NAME = r"(?P<name>[^\s<>{}()\[\]\"'｜|]+?)"
 
 
-class _Syntax:
+class Syntax:
     """The patterns of a format. White space in it is any white space."""
 
     def __init__(self, form: ToolFormat) -> None:
@@ -439,58 +329,75 @@ class _Syntax:
         literals = HOLE.split(form.call)
         hole = literals[-2]  # the last one: the arguments
         self.closing = _pattern(form.closing.lstrip("\n ]")) if form.opening and form.closing.strip("\n ]") else None
-        self._tail = re.compile(rf"\s*(?:{_spaced(literals[-1].strip())}|\Z)")
+        tail = literals[-1].partition("}")[2] if form.is_json else literals[-1]
+        self._tail = regex.compile(rf"\s*{_spaced(tail.strip())}" if tail.strip() else "")
+        self._needs_next = hole in ("parameters", "bare")
+        """True if only the next call shows that a call is broken."""
         if self.is_unmarked:
             start = r"\A\s*(?:{})?\s*(?=[\[{{])" if form.is_json else r"\[\s*(?=[A-Za-z_][\w.-]*\(){}"
-            self.opening: re.Pattern[str] | None = re.compile(start.format(re.escape(form.prefix)))
+            self.opening: RegexPattern = regex.compile(start.format(re.escape(form.prefix)))
         else:
             self.opening = _pattern(form.opening.rstrip("[\n ")) if form.opening else None
         if form.is_json:
             before = _spaced(re.split(r'\{\s*"', form.call)[0])
-            self.head = re.compile(rf"{before}(?=[\[{{])" if before else r"(?=\{)")
-            self._tail = re.compile(rf"\s*(?:{_spaced(literals[-1].partition('}')[2].strip())}|\Z)")
-            self._read: Callable[[str, re.Match[str], int, _Schemas], _Item | None] = self._json_call
+            self.head = regex.compile(rf"{before}(?=[\[{{])" if before else r"(?=\{)")
+            self._read: Callable[[str, RegexMatch, int, Schemas, bool], CallItem | None] = self._json_call
             keys = re.search(r'"(\w+)": "\{name\}"', form.call), re.search(r'"(\w+)": \{arguments\}', form.call)
             self._name_key, self._arguments_key = (key[1] if key else "" for key in keys)
         elif hole == "keywords":
-            self.head = re.compile(r"(?<![\w.-])(?P<name>[A-Za-z_][\w.-]*)\(")
+            self.head = regex.compile(r"(?<![\w.-])(?P<name>[A-Za-z_][\w.-]*)\(")
             self._read = self._keywords
         else:
             holes = {"name": _NAME, "id": r"(?P<id>[^\s<>\[\]{}]*?)", "index": r"(?P<index>\d+)"}
             parts = [holes[part] if i % 2 else _spaced(part) for i, part in enumerate(literals[:-2])]
             after = {"arguments": r"\s*(?=\{)", "bare": r"\s*(?=\{)", "parameters": r"\s*(?=<)"}[hole]
-            self.head = re.compile("".join(parts) + after)
+            self.head = regex.compile("".join(parts) + after)
             self._read = {"arguments": self._named, "bare": self._bare_keys, "parameters": self._parameters}[hole]
         if form.parameter:
             before, _, rest = form.parameter.partition("{value}")
             parts = HOLE.split(before)
             named = {"key": r"(?P<key>[^\n]+?)", "is_text": r"(?P<is_text>\w*)"}
-            self._key = re.compile("".join(named[p] if i % 2 else _edged(p) for i, p in enumerate(parts)))
+            self._key = regex.compile("".join(named[p] if i % 2 else _edged(p) for i, p in enumerate(parts)))
             self._first = literals[-1].strip().partition("\n")[0]
             next_ = _spaced(parts[0])
-            self._value_end = re.compile(rf"{_edged(rest)}\s*(?={next_}|{re.escape(self._first)}|\Z)")
+            self._value_end = regex.compile(rf"{_edged(rest)}\s*(?={next_}|{re.escape(self._first)}|\Z)")
 
     def is_junk(self, text: str) -> bool:
         """True if text in a section has no meaning between calls."""
         return self.opening is not None and not text.strip("[](),; \n\t" if "[" in self.form.opening else "; \n\t[],")
 
-    def read(self, text: str, head: re.Match[str], schemas: _Schemas) -> _Item | None:
-        """Returns the item with this head, or None if it is broken."""
+    def read(self, text: str, head: RegexMatch, schemas: Schemas, *, is_whole: bool = True) -> CallItem | None:
+        """Returns the item with this head, or None if it is broken.
+
+        Raises `IncompleteCall` if the text is not whole, and the rest of it decides.
+        """
+        following = self.head.search(text, head.end())
         try:
-            following = self.head.search(text, head.end())
-            return self._read(text, head, following.start() if following else len(text), schemas)
+            item = self._read(text, head, following.start() if following else len(text), schemas, is_whole)
+            if item is None and following is None and self._needs_next:
+                raise IncompleteCall
         except (ValueError, SyntaxError, RecursionError, MemoryError):
             return None
+        except IncompleteCall:
+            if is_whole:
+                return None
+            raise
+        return item
 
-    def _ended(self, text: str, at: int) -> int | None:
-        tail = self._tail.match(text, at)
-        return tail.end() if tail else None
+    def _ended(self, text: str, at: int, is_whole: bool) -> int | None:
+        """Returns the end of an item whose arguments end at `at`."""
+        tail = self._tail.match(text, at, partial=not is_whole)
+        if tail is None:
+            return len(text) if is_whole and not text[at:].strip() else None
+        if tail.partial:
+            raise IncompleteCall
+        return int(tail.end())
 
-    def _json_call(self, text: str, head: re.Match[str], bound: int, schemas: _Schemas) -> _Item | None:
-        value, end = _JSON.raw_decode(text, head.end())
+    def _json_call(self, text: str, head: RegexMatch, bound: int, schemas: Schemas, is_whole: bool) -> CallItem | None:
+        value, end = _decoded(text, head.end())
         source = text[head.end() : end]
         calls = [self._of_object(v, "") for v in value] if isinstance(value, list) else [self._of_object(value, source)]
-        if (after := self._ended(text, end)) is None or not calls:
+        if (after := self._ended(text, end, is_whole)) is None or not calls:
             return None
         return after, calls
 
@@ -508,21 +415,21 @@ class _Syntax:
             raise ValueError("a call has a name")
         written = arguments if isinstance(arguments, str) else _as_written(source, key, arguments)
         id = value.get("id", "")
-        return _checked(name, written, id if isinstance(id, str) else "")
+        return checked_call(name, written, id if isinstance(id, str) else "")
 
-    def _named(self, text: str, head: re.Match[str], bound: int, schemas: _Schemas) -> _Item | None:
-        _, end = _JSON.raw_decode(text, head.end())
-        after = self._ended(text, end)
+    def _named(self, text: str, head: RegexMatch, bound: int, schemas: Schemas, is_whole: bool) -> CallItem | None:
+        _, end = _decoded(text, head.end())
+        after = self._ended(text, end, is_whole)
         return None if after is None else (after, [self._call(head, text[head.end() : end])])
 
-    def _call(self, head: re.Match[str], arguments: str) -> ParsedCall:
+    def _call(self, head: RegexMatch, arguments: str) -> ParsedCall:
         groups = head.groupdict()
         id = groups.get("id", "")
         if "index" in groups:
             id = HOLE.sub(lambda hole: groups[hole[1]], self.form.id)
-        return _checked(groups["name"], arguments, id)
+        return checked_call(groups["name"], arguments, id)
 
-    def _parameters(self, text: str, head: re.Match[str], bound: int, schemas: _Schemas) -> _Item | None:
+    def _parameters(self, text: str, head: RegexMatch, bound: int, schemas: Schemas, is_whole: bool) -> CallItem | None:
         known, written, at = schemas.get(head["name"], {}), list[str](), head.end()
         while key := self._key.match(text, at, bound):
             end = self._value_end.search(text, key.end(), bound)
@@ -534,11 +441,11 @@ class _Syntax:
             at = end.end()
         if not text.startswith(self._first, at):
             return None
-        after = self._ended(text, at)
-        after = at + len(self._first) if after is None and bound == len(text) else after
+        after = self._ended(text, at, is_whole)
+        after = at + len(self._first) if after is None and is_whole and bound == len(text) else after
         return None if after is None else (after, [self._call(head, "{" + ", ".join(written) + "}")])
 
-    def _bare_keys(self, text: str, head: re.Match[str], bound: int, schemas: _Schemas) -> _Item | None:
+    def _bare_keys(self, text: str, head: RegexMatch, bound: int, schemas: Schemas, is_whole: bool) -> CallItem | None:
         pieces, depth, at = list[str](), 0, head.end()
         for token in _BARE.finditer(text, head.end(), bound):
             if token.start() != at:
@@ -553,10 +460,10 @@ class _Syntax:
                 pieces.append((word if plain else json.dumps(word, ensure_ascii=False)) + (":" if key else ""))
             if depth == 0:
                 break
-        after = self._ended(text, at)
+        after = self._ended(text, at, is_whole)
         return None if after is None or depth else (after, [self._call(head, "".join(pieces))])
 
-    def _keywords(self, text: str, head: re.Match[str], bound: int, schemas: _Schemas) -> _Item | None:
+    def _keywords(self, text: str, head: RegexMatch, bound: int, schemas: Schemas, is_whole: bool) -> CallItem | None:
         end = _end_of_bracket(text, head.end() - 1)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of escapes such as "\\d"
@@ -575,8 +482,8 @@ class _Syntax:
 
 
 @lru_cache(maxsize=64)
-def _syntax(form: ToolFormat) -> _Syntax:
-    return _Syntax(form)
+def syntax_of(form: ToolFormat) -> Syntax:
+    return Syntax(form)
 
 
 def _spaced(literal: str) -> str:
@@ -590,8 +497,8 @@ def _edged(literal: str) -> str:
     return left + _spaced(literal.strip()) + right
 
 
-def _pattern(literal: str) -> re.Pattern[str]:
-    return re.compile(_spaced(literal))
+def _pattern(literal: str) -> RegexPattern:
+    return regex.compile(_spaced(literal))
 
 
 _BARE = re.compile(
@@ -601,7 +508,7 @@ _BARE = re.compile(
 )
 
 
-def _checked(name: str, arguments: str, id: str = "") -> ParsedCall:
+def checked_call(name: str, arguments: str, id: str = "") -> ParsedCall:
     """Returns a call. Raises `ValueError` if its arguments are not the text of a JSON object."""
     if not isinstance(json.loads(arguments), dict):
         raise ValueError("arguments are an object")
@@ -621,6 +528,16 @@ def _as_written(source: str, key: str, arguments: Any) -> str:
     return json.dumps(arguments, ensure_ascii=False)
 
 
+def _decoded(text: str, at: int) -> tuple[Any, int]:
+    """Returns the JSON value at an offset, and its end. Raises `ValueError`, or `IncompleteCall` if it may continue."""
+    try:
+        return _JSON.raw_decode(text, at)
+    except json.JSONDecodeError as error:
+        if error.msg.startswith("Unterminated") or error.pos > len(text) - LONGEST_WORD:
+            raise IncompleteCall from None
+        raise
+
+
 def _is_json(text: str) -> bool:
     def refuse(constant: str) -> None:
         raise ValueError(constant)
@@ -637,17 +554,19 @@ _QUOTED = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[()\[\]{}'"]""", re
 
 
 def _end_of_bracket(text: str, at: int) -> int:
-    """Returns the end of the bracket at an offset. Raises `ValueError` if it is not closed."""
+    """Returns the end of the bracket at an offset. Raises `ValueError`, or `IncompleteCall` if it is not closed."""
     expected = []
     for token in _QUOTED.finditer(text, at):
         if token[0] in _BRACKETS:
             expected.append(_BRACKETS[token[0]])
+        elif token[0] in ("'", '"'):
+            break
         elif len(token[0]) == 1:
             if expected.pop() != token[0]:
-                break
+                raise ValueError("another bracket is closed")
             if not expected:
                 return token.end()
-    raise ValueError("a bracket is not closed")
+    raise IncompleteCall
 
 
 def _literal(node: ast.expr) -> Any:
@@ -673,7 +592,7 @@ def _literal(node: ast.expr) -> Any:
 # ---- types of arguments ----------------------------------------------------------------------------------------------
 
 
-def _schemas(tools: Tools) -> _Schemas:
+def schemas_of(tools: Tools) -> Schemas:
     """Returns the schema of the arguments of each function. It is empty for a tool without one."""
     functions = [tool.get("function") for tool in tools]
     known = [f for f in functions if isinstance(f, Mapping) and isinstance(f.get("name"), str)]

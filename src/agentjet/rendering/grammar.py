@@ -38,7 +38,8 @@ from llguidance import LLMatcher, LLTokenizer
 
 from agentjet.errors import InvalidRequest, Unavailable
 from agentjet.rendering.arguments import MAX_GRAMMAR, NONEMPTY, ArgumentRules, Rules, checked_schema, quoted
-from agentjet.rendering.formats import HARMONY, HOLE, TOOL_FORMATS, OutputStyle, ParsedCall, split_calls, write_calls
+from agentjet.rendering.formats import HARMONY, HOLE, TOOL_FORMATS, OutputStyle, ParsedCall, write_calls
+from agentjet.rendering.parser import split_calls
 from agentjet.types import ANY_ANSWER, Constraint
 
 # ---- grammars --------------------------------------------------------------------------------------------------------

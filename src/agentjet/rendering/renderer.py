@@ -43,9 +43,8 @@ from agentjet.rendering.formats import (
     OutputStyle,
     ReasoningFormat,
     literals_of,
-    parse_completion,
-    split_calls,
 )
+from agentjet.rendering.parser import MessageReader, split_calls
 from agentjet.rendering.vocabulary import TextStream, Vocabulary, escape
 from agentjet.types import ESCAPE, Conversation, Message, ModelInfo, ToolCall
 
@@ -331,15 +330,17 @@ class Renderer:
         content. The ids of tool calls are `<id_prefix>_0`, `<id_prefix>_1`, ... The completion of a raw prompt is
         content without parsing.
         """
+        return self.reader(conversation).message(text, id_prefix=id_prefix)
+
+    def reader(self, conversation: Conversation) -> MessageReader:
+        """Returns a reader of one completion of `conversation`, for `parse_text` while the text grows."""
         if conversation.prompt is not None:
-            return Message("assistant", text)
-        return parse_completion(
-            text,
+            return MessageReader()
+        return MessageReader(
             reasoning=self.style.reasoning,
             in_reasoning=self.style.in_reasoning,
             tool_format=self.model.tool_format if conversation.tools else "",
             tools=conversation.tools,
-            id_prefix=id_prefix,
         )
 
     def _encode(self, rendered: Rendered, bodies: Mapping[int, _Body]) -> bytes:

@@ -222,7 +222,7 @@ class CompletionEncoder(ChoicesEncoder[CompletionBody]):
     def part(self, chunk: CallChunk) -> Payload:
         reason = None if chunk.call is None else chunk.call.finish_reason
         assert reason in (None, "stop", "length"), "a raw prompt's answer has no tool calls"
-        text, shown = chunk.text, chunk.scores[chunk.num_prompt_tokens :] or chunk.tokens
+        text, shown = chunk.delta.text, chunk.scores[chunk.num_prompt_tokens :] or chunk.tokens
         if self.body.echo:
             text, shown = self._prompt(chunk) + text, chunk.scores
         logprobs = None if self.body.logprobs is None else self._offsets[chunk.index].logprobs(shown)
@@ -443,19 +443,22 @@ class ChatEncoder(ChoicesEncoder[ChatBody]):
 
     def __init__(self, body: ChatBody, head: AnswerHead) -> None:
         super().__init__(body, head)
-        self._started: set[int] = set()
+        self._num_calls: dict[int, int] = {}
+        """Tool calls that were sent, by choice."""
 
     def part(self, chunk: CallChunk) -> Payload:
-        call, delta = chunk.call, dict[str, Any]()
-        if chunk.index not in self._started:
-            self._started.add(chunk.index)
+        call, delta, new = chunk.call, dict[str, Any](), chunk.delta
+        if chunk.index not in self._num_calls:
+            self._num_calls[chunk.index] = 0
             delta |= {"role": "assistant", "content": ""}
-        if chunk.reasoning:
-            delta["reasoning_content"] = chunk.reasoning
-        if chunk.text:
-            delta["content"] = chunk.text
-        if call is not None and call.response.tool_calls:
-            delta["tool_calls"] = [{**_shown(one), "index": i} for i, one in enumerate(call.response.tool_calls)]
+        if new.reasoning:
+            delta["reasoning_content"] = new.reasoning
+        if new.text:
+            delta["content"] = new.text
+        if new.calls:
+            start = self._num_calls[chunk.index]
+            delta["tool_calls"] = [{**_shown(one), "index": i} for i, one in enumerate(new.calls, start)]
+            self._num_calls[chunk.index] += len(new.calls)
         logprobs = _logprobs(chunk) if self.body.logprobs and chunk.tokens else None
         reason = None if call is None else call.finish_reason
         return {"index": chunk.index, "delta": delta, "finish_reason": reason, "logprobs": logprobs}

@@ -31,6 +31,7 @@ from pydantic_core import from_json, to_json
 from agentjet.errors import Forbidden, InvalidRequest, NotFound, RequestError, Unauthorized, nearest_name
 from agentjet.front.calls import CallChunk, CallRequest
 from agentjet.protocol import Int64, Temperature, status_of
+from agentjet.rendering.parser import Thought
 from agentjet.types import SOLE_POLICY, Call, Constraint, Conversation, Message, ToolCall, beginning
 
 # --- bodies
@@ -400,7 +401,8 @@ BlockKind = Literal["reasoning", "text", "call"]
 class BlockEvent:
     """A change of an answer that is a list of blocks: reasoning, text and tool calls.
 
-    A block of text begins with `open`, grows with `add` and ends with `close`. A tool call is one event, `call`.
+    A block of text begins with `open`, grows with `add` and ends with `close`. A tool call is one event, `call`, once
+    it is complete.
     """
 
     kind: Literal["open", "add", "close", "call"]
@@ -410,32 +412,39 @@ class BlockEvent:
     """`add`: the new text. `close`: the text of the whole block."""
     call: ToolCall | None = None
     is_last: bool = False
-    """True for the event that ends the last block of the answer."""
+    """True for the event that closes the last block of the answer."""
 
 
 class Blocks:
-    """Turns the chunks of a choice into blocks, one after the other. An answer without content has an empty text."""
+    """Turns the chunks of a choice into blocks, in the order of the completion.
+
+    An answer without content and calls has an empty text.
+    """
 
     def __init__(self) -> None:
         self._index = -1
         self._open: BlockKind | None = None
         self._texts: list[str] = []
-        self._has_text = False
+        self._has_answer = False
 
     def push(self, chunk: CallChunk) -> Iterator[BlockEvent]:
         """Yields the events of a chunk."""
-        calls = chunk.call.response.tool_calls if chunk.call is not None else ()
-        if chunk.reasoning:
-            yield from self._add("reasoning", chunk.reasoning)
-        # Agents expect a text, so an empty answer has an empty one.
-        if chunk.text or (chunk.call is not None and not calls and not self._has_text):
-            self._has_text = True
-            yield from self._add("text", chunk.text)
+        parts = list(chunk.delta.parts)
+        if chunk.call is not None and not self._has_answer and all(isinstance(part, Thought) for part in parts):
+            parts.append("")  # Agents expect a text.
+        for part in parts:
+            if isinstance(part, Thought):
+                yield from self._add("reasoning", part.text)
+                continue
+            self._has_answer = True
+            if isinstance(part, str):
+                yield from self._add("text", part)
+            else:
+                yield from self._close()
+                self._index += 1
+                yield BlockEvent("call", self._index, "call", call=part)
         if chunk.call is not None:
-            yield from self._close(is_last=not calls)
-        for i, call in enumerate(calls, 1):
-            self._index += 1
-            yield BlockEvent("call", self._index, "call", call=call, is_last=i == len(calls))
+            yield from self._close(is_last=True)
 
     def _add(self, block: BlockKind, text: str) -> Iterator[BlockEvent]:
         if block != self._open:

@@ -2,7 +2,7 @@
 
 Messages are compared by meaning. The input of a tool use is the value of the sampled arguments. Text blocks are joined.
 Results of tools become messages, in the order of their blocks. An answer has blocks of thinking, text and tool uses, in
-this order.
+the order in which they were sampled.
 """
 
 from __future__ import annotations

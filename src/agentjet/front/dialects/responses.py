@@ -202,10 +202,11 @@ def _object(text: str) -> dict[str, Any] | None:
 
 # --- items and their conversation
 #
-# Messages are compared by meaning, as in chat completions. One answer comes back as several items. Its reasoning, text
-# and tool calls, in this order, become one assistant message again. The id of an item contains the id of its call:
-# `rs_<call>`, `msg_<call>`, `fc_<call>_<number>`, `ctc_<call>_<number>`. So two answers in a row stay two messages, and
-# references can be resolved.
+# Messages are compared by meaning, as in chat completions. One answer comes back as several items. They become one
+# assistant message again if they have the id of one call, or if reasoning, text and tool calls are in this order. The
+# id of an item contains the id of its call: `rs_<call>`, `msg_<call>`, `fc_<call>_<number>`, `ctc_<call>_<number>`. A
+# second `rs` or `msg` of an answer has a number, too. So two answers in a row stay two messages, and references can be
+# resolved.
 
 
 class ItemPart(ContentPart):
@@ -314,10 +315,8 @@ def _turn_of(messages: Sequence[Message], last: tuple[Message, str], part: tuple
     same_call = last[1] == part[1] != ""
     unknown = not (last[1] and part[1])
     stage, last_stage = _stage(part[0]), _stage(last[0])
-    if results:
-        return at if same_call and stage == 2 else None
     in_order = stage > last_stage or stage == last_stage == 2
-    return at if in_order and (same_call or unknown) else None
+    return at if same_call or (in_order and unknown and not results) else None
 
 
 def _stage(part: Message) -> int:
@@ -347,10 +346,10 @@ def _referenced(id_: str, where: str, lookup_call: CallLookup) -> Message:
     exchange = lookup_call(found[1]) if found else None
     if found is not None and exchange is not None:
         _, answer = exchange
-        if id_.startswith("rs_") and answer.reasoning:
-            return Message("assistant", reasoning=answer.reasoning)
+        if id_.startswith("rs_") and answer.reasoning:  # The first one stands for all of an answer.
+            return Message("assistant", reasoning="" if found[2] else answer.reasoning)
         if id_.startswith("msg_"):
-            return Message("assistant", answer.content)
+            return Message("assistant", "" if found[2] else answer.content)
         calls = answer.tool_calls[int(found[2]) : int(found[2]) + 1] if found[2] else ()
         if id_.startswith(("fc_", "ctc_")) and calls:
             return Message("assistant", tool_calls=calls)
@@ -527,7 +526,7 @@ class ResponseEncoder(Encoder[ResponsesBody]):
     def _block(self, event: BlockEvent, status: str) -> Iterator[Payload]:
         index = event.index
         if event.call is not None:
-            yield from self._call(index, event.call, status)
+            yield from self._call(index, event.call)
             return
         item = self._text_item(event, "in_progress" if event.kind == "open" else status)
         [part] = item["content"]
@@ -545,7 +544,7 @@ class ResponseEncoder(Encoder[ResponsesBody]):
             yield self._event("content_part.done", **place, part=part)
             yield self._event("output_item.done", output_index=index, item=item)
 
-    def _call(self, index: int, call: ToolCall, status: str) -> Iterator[Payload]:
+    def _call(self, index: int, call: ToolCall) -> Iterator[Payload]:
         """Yields the events of a tool call. A call of a tool that was not offered is a function call."""
         tool = self._tools.get(call.name)
         kind, prefix, key, text = "function_call", "fc", "arguments", call.arguments
@@ -557,7 +556,7 @@ class ResponseEncoder(Encoder[ResponsesBody]):
             "call_id": call.id,
             "name": call.name if tool is None else tool.name,
             key: text,
-            "status": status,
+            "status": "completed",
             "namespace": None if tool is None else tool.namespace or None,
         }
         self._output.append(item)
@@ -573,13 +572,18 @@ class ResponseEncoder(Encoder[ResponsesBody]):
         part: Payload = {"type": PART_TYPES[event.block], "text": event.text}
         if event.block == "text":
             part |= {"annotations": [], "logprobs": []}
-            item: Payload = {"type": "message", "id": f"msg_{self.head.id}", "role": "assistant"}
+            item: Payload = {"type": "message", "id": self._id("msg", "message"), "role": "assistant"}
             return {**item, "status": status, "content": [part]}
         encrypted = None
         if "reasoning.encrypted_content" in (self.body.include or ()):  # Not secret: for agents that keep only this.
             encrypted = base64.b64encode(event.text.encode(errors="surrogatepass")).decode()
-        item = {"type": "reasoning", "id": f"rs_{self.head.id}", "summary": []}
+        item = {"type": "reasoning", "id": self._id("rs", "reasoning"), "summary": []}
         return {**item, "content": [part], "encrypted_content": encrypted, "status": status}
+
+    def _id(self, prefix: str, kind: str) -> str:
+        """Returns the id of the present item of a kind. All but the first have a number."""
+        num = sum(item["type"] == kind for item in self._output)
+        return f"{prefix}_{self.head.id}" + (f"_{num}" if num else "")
 
     def _ended(self, last: CallChunk, status: str) -> Payload:
         call = call_of(last)
