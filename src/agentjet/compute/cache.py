@@ -40,6 +40,8 @@ class CacheRow:
     filled: int = 0
     blocks: list[int] = field(default_factory=list)
     state: Any = None
+    routes: NDArray[np.int16] | None = None
+    """Experts [filled, routers, choices] of the tokens, if they are recorded."""
 
     @property
     def capacity(self) -> int:
@@ -52,6 +54,16 @@ class CacheRow:
     def append(self, token: int) -> None:
         self.tokens[self.length] = token
         self.length += 1
+
+    def add_routes(self, choices: NDArray[np.int16]) -> None:
+        """Add the routes of the next tokens to be filled."""
+        stop = self.filled + len(choices)
+        if self.routes is None or len(self.routes) < stop:
+            grown = np.full((max(stop, self.capacity), *choices.shape[1:]), -1, np.int16)
+            if self.routes is not None:
+                grown[: len(self.routes)] = self.routes
+            self.routes = grown
+        self.routes[self.filled : stop] = choices
 
 
 class KeyValueCache:
@@ -161,6 +173,7 @@ class KeyValueCache:
             self.keys[:, new, :, part] = self.keys[:, old, :, part]
             self.values[:, new, :, part] = self.values[:, old, :, part]
         target.filled, target.state = count, copy.deepcopy(source.state)
+        target.routes = None if source.routes is None else source.routes[:count].copy()
         if is_idle:
             self._idle[source] = None
 

@@ -25,6 +25,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from agentjet.compute.attention import TILE, LayerCall, attend_part, flat_forward
 from agentjet.compute.cache import BLOCK, CacheRow, KeyValueCache
 from agentjet.compute.policy import Policy, first_line
+from agentjet.compute.routes import RoutePass, present_routes, routing
 
 log = logging.getLogger(__name__)
 
@@ -328,17 +329,21 @@ class _Graph:
         plan.fill([])
         stream: Any = cast(Any, torch.cuda).Stream()
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # Compiles attention and allocates workspaces, which a capture must not.
+        # Compiles attention and allocates workspaces, which a capture must not.
+        with torch.cuda.stream(stream), routing(None):
             for _ in range(2):
                 flat_forward(policy.decoder, plan.tokens, plan.positions, plan)
         torch.cuda.current_stream().wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
+        self._routes = RoutePass() if policy.records_routes else None
+        with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"), routing(self._routes):
             self._hidden = flat_forward(policy.decoder, plan.tokens, plan.positions, plan)
 
     def hidden(self, rows: Sequence[CacheRow]) -> Tensor:
         self._plan.fill([(row, 1) for row in rows])
         self._graph.replay()
+        if self._routes is not None and (present := present_routes()) is not None:
+            present.repeat(self._routes, len(rows))
         return self._hidden[: len(rows)]
 
 

@@ -252,6 +252,10 @@ class Policy:
         """The attention of rows that the model computes itself."""
         self.learns_forests = False
         """True if its learner computes each node of a forest once."""
+        self.records_routes = info.routes is not None
+        """True if its sampler reports the routes of training calls."""
+        self.measures_routes = False
+        """True if the first batches decide whether they stay recorded (`model.expert_routes = "auto"`)."""
         self.offloads_optimizer = False
         """True if its learner keeps masters and moments in the CPU's memory (`model.offload_optimizer`)."""
 

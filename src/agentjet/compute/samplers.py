@@ -39,6 +39,7 @@ from agentjet.errors import AgentJetError, ComputeError, ConfigError, WorkerDied
 from agentjet.processes.guardian import MAX_LINE, Launch, ProcessEnd, last_lines
 from agentjet.processes.rpc import Peer
 from agentjet.processes.supervisor import NotStarted
+from agentjet.timeline.routes import checked
 from agentjet.types import ModelInfo, PolicyId, ProcessStatus, Sampled, SamplerBounds, SamplingParams, TokenScore
 
 REPLICA_MODULE = "agentjet.compute.vllm.replica"
@@ -135,6 +136,7 @@ class Samplers:
             raise
         try:
             info = await asyncio.shield(self.info)
+            self.replicas.fleet.routes = info.routes
             async with asyncio.timeout(LOAD_SECONDS):
                 await peer.ask("load", self._policy, self._model, info, self._sampler, settings)
         except BaseException as error:
@@ -238,15 +240,17 @@ class Replicas:
 
     async def sample(self, token_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Sampled, None]:
         """See `Sampler.sample`. Raises `ComputeError` for a completion that several replicas died of."""
-        work, version = RoutedCompletion(np.asarray(token_ids, np.int32)), 0
+        work, version = RoutedCompletion(np.asarray(token_ids, np.int32), num_routed=params.routes_from), 0
         while len(work.sampled) < params.max_tokens:
             replica, received = await self._place(work), len(work.sampled)
             assert replica.peer is not None
             try:
-                pieces = replica.peer.sample(self.fleet.policy, work.tokens, _rest(params, received), received)
+                rest = replace(_rest(params, received), routes_from=work.num_routed)
+                pieces = replica.peer.sample(self.fleet.policy, work.tokens, rest, received)
                 async with aclosing(pieces):
                     async for piece in pieces:
                         await self.fleet.confirm(replica, piece.policy_version)
+                        self._check_routes(replica, work, piece)
                         work.sampled += piece.tokens
                         version = piece.policy_version
                         work.losses = work.blame = 0
@@ -257,6 +261,16 @@ class Replicas:
             finally:
                 self._leave(replica, work)
         yield Sampled((), (), version, "length")  # The replica died between the last token and its finish reason.
+
+    def _check_routes(self, replica: ReplicaHandle, work: RoutedCompletion, piece: Sampled) -> None:
+        """Ends a replica whose routes are not those of the piece's tokens, and raises `WorkerDied`."""
+        if not piece.routes or work.num_routed is None or self.fleet.routes is None:
+            return
+        try:
+            work.num_routed = checked(piece.routes, piece.policy_version, work.num_routed, self.fleet.routes)
+        except ComputeError as error:
+            self.fleet.end(replica, f"reported {error}", cause="replica")
+            raise copy.copy(replica.end.result().reason) from None
 
     async def score(self, token_ids: Sequence[int], num_likeliest: int) -> list[TokenScore]:
         """See `Sampler.score`."""
