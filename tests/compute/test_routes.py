@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from agentjet.compute.learner import PolicyLearner
-from agentjet.compute.model import load_policy
+from agentjet.compute.model import BaseModel, load_policy
 from agentjet.compute.passes import Pass, PrefixPass, RowPass
 from agentjet.compute.policy import Policy
 from agentjet.compute.protocol import LossSpec
@@ -32,12 +32,12 @@ from agentjet.compute.sampler import ModelSampler
 from agentjet.config import JobConfig, OptimizerConfig
 from agentjet.errors import ComputeError
 from agentjet.timeline.batch import TrainingBatch
-from agentjet.timeline.forest import Forest, build_forest, select
+from agentjet.timeline.forest import Forest, Row, build_forest, select
 from agentjet.types import Op, RouteShape, SamplingParams
 from bench import routes as bench
 from tests.compute.architectures import make_architecture
 from tests.compute.baseline import Double, policy_gradient
-from tests.compute.conftest import complete, make_endless, make_policy, model_config, tokens
+from tests.compute.conftest import complete, make_endless, make_policy, model_config, tokens, with_random_adapter
 from tests.compute.every_architecture import make_any
 from tests.tiny import make_tokenizer, tokenizer
 
@@ -246,9 +246,8 @@ def forest_with_routes(policy: Policy) -> Forest:
     return dataclasses.replace(forest, routes=routes)
 
 
-def hidden_of(own_pass: Pass, forest: Forest, max_tokens: int) -> tuple[Tensor, Tensor]:
+def hidden_of(policy: Policy, own_pass: Pass, forest: Forest, max_tokens: int) -> tuple[Tensor, Tensor]:
     """The hidden states [M, ...] before the targets, and the flat gradient of a sum over them."""
-    policy: Policy = cast(Any, own_pass)._policy
     policy.model.zero_grad()
     found: dict[int, Tensor] = {}
     for piece, targets in own_pass.pieces(forest, max_tokens):
@@ -273,12 +272,12 @@ def test_trees_and_rows_repeat_the_same_choices(kind: str, recomputed: bool, mix
     exact = (1e-4, 1e-4) if recomputed else (1e-10, 1e-7)
     with nullcontext() if recomputed else Double():
         with policy.attention("eager"):
-            expected, wanted = hidden_of(RowPass(policy), forest, 10_000)
-            plain, _ = hidden_of(RowPass(policy), dataclasses.replace(forest, routes=None), 10_000)
+            expected, wanted = hidden_of(policy, RowPass(policy), forest, 10_000)
+            plain, _ = hidden_of(policy, RowPass(policy), dataclasses.replace(forest, routes=None), 10_000)
         assert (plain - expected).abs().max() > 1e-3
         for max_tokens in (10_000, 60, 25):
             for own_pass in (PrefixPass(policy), PrefixPass(policy, keeps=False)):
-                hidden, gradient = hidden_of(own_pass, forest, max_tokens)
+                hidden, gradient = hidden_of(policy, own_pass, forest, max_tokens)
                 assert torch.allclose(hidden, expected, rtol=0, atol=exact[0])
                 assert (gradient - wanted).norm() <= exact[1] * wanted.norm()
 
@@ -340,14 +339,31 @@ def test_routes_that_make_no_difference_are_recorded_no_longer(mixture: Callable
         assert policy.records_routes is goes_on
 
 
+def test_an_adapter_records_and_repeats(mixture: Callable[[str], Path]) -> None:
+    """Two adapters in one pass report the routes of their own tokens, and their learners repeat them."""
+    base = BaseModel(model_config(mixture("mixtral"), rank=2))
+    policies = [with_random_adapter(base.policy_of(model_config(mixture("mixtral"), rank=2)), seed) for seed in (1, 2)]
+    sampler, prompt = ModelSampler(base.policy, 8, 4096), tokens(1, 12)
+    params = SamplingParams(max_tokens=6, seed=3, routes_from=0)
+    found = complete(sampler, {i: (prompt, params, policy) for i, policy in enumerate(policies)})
+    for policy, new in zip(policies, found.values(), strict=True):
+        sequence = np.concatenate([prompt, [one.token for one in new]]).astype(np.int32)
+        routes = np.concatenate([one.routes for one in new if one.routes is not None])
+        assert np.array_equal(np.sort(routes, -1), routes_of(policy, sequence)[:-1])
+        row = Row(sequence, slice(12, None), {}, routes=np.concatenate([routes, routes[-1:]])[::-1].copy())
+        learner, forest = PolicyLearner(policy), build_forest([row])
+        repeated = learner.logprobs(forest)
+        assert not torch.equal(repeated, learner.logprobs(dataclasses.replace(forest, routes=None)))
+
+
 def test_the_reference_chooses_its_experts_itself(mixture: Callable[[str], Path]) -> None:
-    policy = make_policy(mixture("mixtral"), dtype="float32")
-    forest = forest_with_routes(policy)
-    learner = PolicyLearner(policy)
-    plain = learner.logprobs(dataclasses.replace(forest, routes=None))
-    with learner._reference_weights():
-        assert torch.equal(learner.logprobs(forest), plain)
-    assert not torch.equal(learner.logprobs(forest), plain)
+    """At version 0 it has the weights of the policy, so their choices are the only difference."""
+    policy = make_policy(mixture("mixtral"))
+    forest, learner = forest_with_routes(policy), PolicyLearner(policy)
+    loss = LossSpec.of(JobConfig(recipe=policy_gradient({"kl_coef": 0.1})))
+    plain = TrainingBatch(0, dataclasses.replace(forest, routes=None))
+    assert learner.forward_backward(plain, loss).metrics["policy/kl"] == pytest.approx(0, abs=1e-9)
+    assert learner.forward_backward(TrainingBatch(0, forest), loss).metrics["policy/kl"] > 1e-4
 
 
 def test_routes_of_another_model_are_refused(mixture: Callable[[str], Path]) -> None:

@@ -79,7 +79,9 @@ def test_a_path_has_the_first_route_of_each_token() -> None:
     assert np.array_equal(found[:7], first[:7])
     assert np.array_equal(found[7:11], second[1:5]) and (found[11:12] == -1).all()
     assert np.array_equal(found[12:16], third) and (found[16] == -1).all()
-    assert of_path([("c", 4)], packed) is None
+    assert found.dtype == np.int8 and of_path([("c", 4)], packed) is None
+    wide = of_path([("a", 9)], {"a": Routes(0, 0, first + 248).pack(256)})
+    assert wide is not None and wide.dtype == np.int16 and np.array_equal(wide, first + 248)
 
 
 def test_a_shared_node_has_the_first_route_and_conflicts_are_counted() -> None:

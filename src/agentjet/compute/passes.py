@@ -46,6 +46,7 @@ from agentjet.timeline.forest import (
     restrict,
     split,
 )
+from agentjet.timeline.routes import Choices
 from agentjet.types import TokenScore
 
 IntArray = NDArray[np.int64]
@@ -90,7 +91,7 @@ class Pass(Protocol):
         """Drop what is kept of pieces, after a failure between them."""
         return
 
-    def _routing(self, choices: NDArray[np.int16] | None, policy: Policy) -> AbstractContextManager[None]:
+    def _routing(self, choices: Choices | None, policy: Policy) -> AbstractContextManager[None]:
         """Context of a forward pass whose tokens have these routes [N, L, K]."""
         self.routes = None
         if choices is not None and self.repeats_routes and policy.info.routes is not None:

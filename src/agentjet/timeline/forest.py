@@ -300,7 +300,7 @@ def _node_routes(
     known = {key: routes for key, routes in of_timelines.items() if routes is not None}
     if not known:
         return None, 0.0
-    found = np.full((num_nodes, *next(iter(known.values())).shape[1:]), -1, np.int16)
+    found = np.full((num_nodes, *next(iter(known.values())).shape[1:]), -1, np.result_type(*known.values()))
     num_differing = num_compared = 0
     for key, routes in known.items():
         of_path = found[paths[key]]

@@ -16,6 +16,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,8 +24,8 @@ from numpy.typing import NDArray
 from agentjet.errors import ComputeError
 from agentjet.types import RouteShape
 
-Choices = NDArray[np.int16]
-"""Experts [T, L, K]; -1 where a route is not known."""
+Choices = NDArray[np.integer[Any]]
+"""Experts [T, L, K]; -1 where a route is not known. int8 if there are no more than 128 experts, else int16."""
 _HEAD = struct.Struct("<IIHHBq")
 """First position, T, L, K, bytes of a choice, version."""
 
@@ -58,8 +59,7 @@ def unpack(packed: bytes) -> Iterator[Routes]:
         first, length, layers, choices, width, version = _HEAD.unpack_from(packed, start)
         start += _HEAD.size
         count = length * layers * choices
-        values = np.frombuffer(packed, f"<u{width}", count, start).reshape(length, layers, choices)
-        yield Routes(first, version, values.astype(np.int16))
+        yield Routes(first, version, np.frombuffer(packed, f"<u{width}", count, start).reshape(length, layers, choices))
         start += count * width
 
 
@@ -100,12 +100,14 @@ def of_path(segments: Sequence[tuple[str, int]], packed: Mapping[str, bytes]) ->
     `segments` are the calls on it, root first, each with the end of its part of the path. The first route of a token
     holds.
     """
-    found: Choices | None = None
-    for call_id, stop in segments:
-        for routes in unpack(packed.get(call_id, b"")):
-            if found is None:
-                found = np.full((segments[-1][1], *routes.choices.shape[1:]), -1, np.int16)
-            fill(found[routes.first : stop], routes.choices[: max(0, stop - routes.first)])
+    parts = [(routes, stop) for call_id, stop in segments for routes in unpack(packed.get(call_id, b""))]
+    if not parts:
+        return None
+    largest = max(int(routes.choices.max(initial=0)) for routes, _ in parts)
+    shape = segments[-1][1], *parts[0][0].choices.shape[1:]
+    found = np.full(shape, -1, np.int8 if largest < 128 else np.int16)
+    for routes, stop in parts:
+        fill(found[routes.first : stop], routes.choices[: max(0, stop - routes.first)])
     return found
 
 
