@@ -30,9 +30,12 @@ def test_routes_are_recorded_repeated_and_replayed(tmp_path: Path) -> None:
         assert min(metrics["moe/routed"]) > 0.9 and metrics["moe/route_conflicts"] == [0, 0, 0]
         assert 0 <= min(metrics["moe/route_mismatch"]) <= max(metrics["moe/route_mismatch"]) < 0.1
         assert [value is not None for value in metrics["policy/mismatch_kl_own_routes"]] == [True, True, False]
+        evaluated = server.begin(task_id="held out", mode="eval")
+        server.ask(evaluated, "hello")
         server.kill()  # The newest checkpoint is that of version 2.
     with closing(Journal.open_read_only(server.folder / JOURNAL)) as journal:
-        for episode in journal.find_episodes(EpisodeQuery(limit=4)).episodes:
+        assert journal.calls(evaluated["episode_id"]) and not journal.routes(evaluated["episode_id"])
+        for episode in journal.find_episodes(EpisodeQuery(limit=4, mode="train")).episodes:
             calls, packed = [call for call, *_ in journal.calls(episode.id)], journal.routes(episode.id)
             assert packed.keys() == {call.id for call in calls}
             for call in calls:
