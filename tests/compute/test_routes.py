@@ -328,7 +328,7 @@ def test_routes_that_make_no_difference_are_recorded_no_longer(mixture: Callable
     for setting, goes_on in (("auto", False), ("on", True)):
         policy = make_endless(mixture("qwen3_moe"), expert_routes=setting)
         forests.append(bench.sampled_forest(policy, vocabulary=200))
-        host = PolicyHost(PolicyLearner(policy))
+        host = PolicyHost(PolicyLearner(policy), ModelSampler(policy, 8, 4096))
         for number in range(2):
             assert policy.records_routes
             host.load_batch(TrainingBatch(number, forests[0]))

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from agentjet.compute.policy import CacheShape
 from agentjet.timeline.forest import common_prefix
+from agentjet.timeline.routes import Choices
 
 BLOCK = 128
 """Tokens of a block. Smaller blocks cost more merges of attention; larger ones waste more of each last block."""
@@ -40,7 +41,7 @@ class CacheRow:
     filled: int = 0
     blocks: list[int] = field(default_factory=list)
     state: Any = None
-    routes: NDArray[np.int16] | None = None
+    routes: Choices | None = None
     """Experts [filled, routers, choices] of the tokens, if they are recorded."""
 
     @property
@@ -55,11 +56,11 @@ class CacheRow:
         self.tokens[self.length] = token
         self.length += 1
 
-    def add_routes(self, choices: NDArray[np.int16]) -> None:
+    def add_routes(self, choices: Choices) -> None:
         """Add the routes of the next tokens to be filled."""
         stop = self.filled + len(choices)
         if self.routes is None or len(self.routes) < stop:
-            grown = np.full((max(stop, self.capacity), *choices.shape[1:]), -1, np.int16)
+            grown = np.full((max(stop, self.capacity), *choices.shape[1:]), -1, choices.dtype)
             if self.routes is not None:
                 grown[: len(self.routes)] = self.routes
             self.routes = grown

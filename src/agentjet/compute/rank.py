@@ -174,12 +174,15 @@ class PolicyHost:
         checkpoint.export(path, self.learner, adapter=adapter)
 
     def _learn(self, batch: TrainingBatch, loss: LossSpec) -> Outputs:
-        """Add a gradient. With `model.expert_routes = "auto"`, stop recording routes if they make no difference."""
+        """Add a gradient. With `model.expert_routes = "auto"`, stop recording routes if they make no difference.
+
+        Separate samplers go on: their kernels are others.
+        """
         outputs = self.learner.forward_backward(batch, loss)
         measured = self._route_mismatches
         if ROUTE_MISMATCH in outputs.metrics and len(measured) < ROUTES_MEASURED:
             measured.append(outputs.metrics[ROUTE_MISMATCH])
-            if len(measured) == ROUTES_MEASURED and self.policy.measures_routes:
+            if len(measured) == ROUTES_MEASURED and self.policy.measures_routes and self.sampler is not None:
                 self.policy.records_routes = max(measured) > LARGEST_ROUTE_MISMATCH
                 log.info(
                     "%s: at most %.4f of the expert choices differ between sampling and learning: routes are %s",

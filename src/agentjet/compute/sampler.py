@@ -22,7 +22,6 @@ from typing import Any, cast
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from agentjet.compute.attention import AttentionPlan, flat_forward
@@ -33,6 +32,7 @@ from agentjet.compute.policy import PROBE_TOKENS, Policy, first_line, probe_toke
 from agentjet.compute.routes import RoutePass, present_routes, routing
 from agentjet.compute.token_choice import Grammars, Guide, sample_tokens
 from agentjet.errors import ComputeError, GrammarError, OutOfCache
+from agentjet.timeline.routes import Choices
 from agentjet.types import FinishReason, SamplingParams
 
 log = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class NewToken:
     finish_reason: FinishReason | None
     error: ComputeError | None = None
     """The reason why the completion ends here with an error; None if the completion may continue."""
-    routes: NDArray[np.int16] | None = None
+    routes: Choices | None = None
     """Routes of the tokens before this one that were not reported before; None if they are not asked for."""
 
 
@@ -235,11 +235,12 @@ class ModelSampler:
 
     def _forward_recorded(self, spans: list[tuple[CacheRow, int]]) -> Tensor:
         """As `_forward`. Adds the routes of the tokens to their rows if a policy records them."""
-        if not any(row.owner.records_routes for row, _ in spans):
+        shape = next((row.owner.info.routes for row, _ in spans if row.owner.records_routes), None)
+        if shape is None:
             return self._forward(spans)
         with routing(recorded := RoutePass()):
             hidden = self._forward(spans)
-        choices, start = recorded.chosen.short().cpu().numpy(), 0
+        choices, start = recorded.chosen.to(torch.int8 if shape.experts <= 128 else torch.int16).cpu().numpy(), 0
         for row, count in spans:
             row.add_routes(choices[start : start + count])
             start += count
@@ -338,7 +339,7 @@ class ModelSampler:
             self._cache.release(row)
 
 
-def _new_routes(completion: RunningCompletion, row: CacheRow) -> NDArray[np.int16] | None:
+def _new_routes(completion: RunningCompletion, row: CacheRow) -> Choices | None:
     """Returns the routes of a row that its completion has not reported; None if it reports none."""
     if completion.params.routes_from is None or row.routes is None or not completion.policy.records_routes:
         return None

@@ -191,9 +191,11 @@ class VllmEngine:
                 sets = Sets(listener.accept()[0])  # vLLM's worker connects while it starts.
             except Exception as error:  # Boundary: vLLM raises many kinds.
                 cause = _innermost(error)
+                way_out = "compute.backend = 'embedded' holds every model of transformers"
+                if settings.get(ROUTES):
+                    way_out = f"model.expert_routes = 'off' starts it without {ROUTES}; {way_out}"
                 raise ConfigError(
-                    f"model.name = {model.name!r}: vLLM cannot hold the model with these settings ({cause}). "
-                    "compute.backend = 'embedded' holds every model of transformers"
+                    f"model.name = {model.name!r}: vLLM cannot hold the model with these settings ({cause}). {way_out}"
                 ) from error
         return cls(engine, info, sets, settings["max_model_len"], keeps_base=bool(settings.get("enable_lora")))
 
