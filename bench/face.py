@@ -19,7 +19,7 @@ from typing import Any
 
 from rich.console import Console
 
-from agentjet.server.page import Page
+from agentjet.server.app import Page
 from bench import face_browser
 from bench.machine import bounded, missed_bounds, report, started, tests_pass
 from bench.scripted import Settings

@@ -60,6 +60,11 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
 @pytest.fixture(scope="session", autouse=True)
 def clients_of_agents_are_closed() -> Iterator[None]:
     """An agent has one HTTP client, which lives as long as its process: here, as long as the session."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ class Dialect:
 DIALECTS = {
     "llama3": Dialect(
         ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>",
-         "<|python_tag|>"),
+         "<|python_tag|>", "<|eom_id|>"),
         bos="<|begin_of_text|>",
         ends=("<|eot_id|>", "<|end_of_text|>"),
     ),
@@ -48,6 +49,24 @@ DIALECTS = {
     ),
 }  # fmt: skip
 """By template. Tokens of a dialect are in its own tokenizer only, so that nobody else's vocabulary changes."""
+
+
+@cache
+def families() -> dict[str, Any]:
+    """The table of model families; its `about` explains it."""
+    table: dict[str, Any] = json.loads((TEMPLATES / "families.json").read_text(encoding="utf-8"))
+    return table
+
+
+CALL_ENDS = {
+    "gpt_oss": ("<|return|>",),
+    "gemma4": ("<|tool_response>",),
+    "apertus": ("<|tools_suffix|>",),
+    "glm4_5": ("<|user|>",),
+    "glm4_7": ("<|user|>",),
+    "apriel1_5": ("<|end|>",),
+}
+"""Further end tokens of a family, as its generation config has them."""
 
 MERGES = (
     ("Ġ", "t"), ("h", "e"), ("Ġt", "he"), ("Ġ", "a"), ("i", "n"), ("e", "r"), ("a", "n"), ("o", "n"), ("Ġ", "="),
@@ -64,7 +83,12 @@ def template(name: str) -> str:
 
 def dialect(template_name: str) -> Dialect:
     """The special tokens of a template in `tests/templates`."""
-    return DIALECTS.get(template_name, Dialect())
+    entry = families()["templates"].get(template_name)
+    if template_name in DIALECTS or entry is None:
+        return DIALECTS.get(template_name, Dialect())
+    own = dict.fromkeys((*entry["control_tokens"], entry["end"], entry["eos"]))
+    ends = tuple(dict.fromkeys((entry["eos"], entry["end"], *CALL_ENDS.get(template_name, ()))))
+    return Dialect(tuple(token for token in own if token not in (*SPECIAL, *MARKERS)), ends=ends)
 
 
 def tokenizer(template_name: str = "chatml") -> Tokenizer:

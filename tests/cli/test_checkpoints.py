@@ -35,11 +35,6 @@ from tests.server.serving import Served
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 def versions(up: Running) -> list[int]:
     return [info.policy_version for info in up.gateway.store.listing()]
 

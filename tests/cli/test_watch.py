@@ -296,11 +296,6 @@ async def test_many_events_are_one_read(monkeypatch: pytest.MonkeyPatch) -> None
     assert pauses == [1.0] * 3 and stub.reads == 1 and len(looks) == 4
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 # ---- status ----------------------------------------------------------------------------------------------------------
 
 

@@ -21,13 +21,13 @@ from pathlib import Path
 
 import pytest
 
-from agentjet.server.page import FILTERS, FOLDER, IMPORT, MEDIA_TYPES, Page
+from agentjet.server.app import FILTERS, IMPORT, MEDIA_TYPES, PAGE_FOLDER, Page
 
-VENDOR = FOLDER / "vendor"
+VENDOR = PAGE_FOLDER / "vendor"
 MANIFEST = tomllib.loads((VENDOR / "MANIFEST.toml").read_text(encoding="utf-8"))
 VENDORED = MANIFEST["sha256"]
 OWN = [
-    path for path in sorted(FOLDER.rglob("*")) if path.suffix in MEDIA_TYPES and path.name not in VENDORED
+    path for path in sorted(PAGE_FOLDER.rglob("*")) if path.suffix in MEDIA_TYPES and path.name not in VENDORED
 ]  # fmt: skip
 FORBIDDEN = re.compile(
     r"innerHTML|outerHTML|insertAdjacentHTML|dangerouslySetInnerHTML|document\.write|DOMParser|createContextualFragment|"
@@ -38,7 +38,7 @@ MAX_LINES, MAX_VIEW_LINES = 500, 300
 MAX_BYTES, MAX_COMPRESSED = 350_000, 115_000
 
 
-@pytest.mark.parametrize("path", OWN, ids=[str(path.relative_to(FOLDER)) for path in OWN])
+@pytest.mark.parametrize("path", OWN, ids=[str(path.relative_to(PAGE_FOLDER)) for path in OWN])
 def test_a_file_is_small_and_makes_nothing_of_text(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert [found[0] for found in FORBIDDEN.finditer(text)] == []
@@ -67,13 +67,13 @@ def test_every_import_names_a_file_of_the_page() -> None:
     for path in OWN:
         for name in re.findall(r'(?:from|import)\s*\(?"(\.[^"]+)"', path.read_text(encoding="utf-8")):
             file = (path.parent / name).resolve()
-            assert file.is_file() or file.name == FILTERS, f"{path.relative_to(FOLDER)} imports {name}"
+            assert file.is_file() or file.name == FILTERS, f"{path.relative_to(PAGE_FOLDER)} imports {name}"
 
 
 def test_a_class_has_its_rules_in_one_style_sheet() -> None:
     """Style sheets become one file, where a later rule of the same name would change another view."""
     found: dict[str, set[str]] = {}
-    for path in sorted((FOLDER / "style").glob("*.css")):
+    for path in sorted((PAGE_FOLDER / "style").glob("*.css")):
         for name in re.findall(r"^\.([\w-]+)(?= \{|,)", path.read_text(encoding="utf-8"), re.MULTILINE):
             found.setdefault(name, set()).add(path.name)
     assert {name: sheets for name, sheets in found.items() if len(sheets) > 1} == {}
@@ -82,8 +82,8 @@ def test_a_class_has_its_rules_in_one_style_sheet() -> None:
 @pytest.mark.thorough
 @pytest.mark.needs("node")
 def test_the_page_of_a_wheel_has_its_modules_joined(tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(FOLDER, tmp_path / "page"))
-    subprocess.run([sys.executable, FOLDER.parents[2] / "tools" / "vendor.py", "--join", folder], check=True)
+    folder = Path(shutil.copytree(PAGE_FOLDER, tmp_path / "page"))
+    subprocess.run([sys.executable, PAGE_FOLDER.parents[2] / "tools" / "vendor.py", "--join", folder], check=True)
     joined = Page(folder)
     assert len(joined.files) < len(Page().files) and not any(name.startswith("parts/") for name in joined.files)
     for name, file in joined.files.items():

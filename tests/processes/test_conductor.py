@@ -36,11 +36,6 @@ SLEEPER = (
 
 
 @pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture(scope="module")
 def ray_cluster() -> Iterator[LocalCluster]:
     made = LocalCluster()
     yield made

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from agentjet.errors import ConfigError
 from agentjet.rendering import template_for
-from agentjet.rendering.renderer import make_sandbox
+from agentjet.rendering.chat_template import make_sandbox
 from tests import tiny
 
 
@@ -35,8 +35,8 @@ def test_smollm2_gets_ours_under_whatever_name() -> None:
         (tiny.template("qwen3"), "hermes"),
         (tiny.template("chatml"), ""),
         ("{{ tools }}[TOOL_CALLS]", "mistral"),
-        ("{{ tools }}[TOOL_CALLS]{{ name }}[ARGS]", ""),
-        ('{{ tools }}\'{"name": ..., "parameters": ...}\'', "llama3"),
+        ("{{ tools }}[TOOL_CALLS]{{ name }}[ARGS]", "mistral-v13"),
+        ('{{ tools }}\'{"name": ..., "parameters": ...}\'', ""),
         ("{{ tools }}<tool_call><function=f>", ""),
     ],
 )
@@ -58,7 +58,7 @@ def test_only_the_exact_template_is_replaced(other: str) -> None:
 
 DEFAULT = "\n{% for m in messages %}{{ m.role }}: {{ m.content }}\n  {% endfor %}\n"
 MACRO = "  {%- macro one(t) %}<{{ t.function.name }}>{% endmacro %}\n"
-TOOL_USE = MACRO + "{% for t in tools %}{{ one(t) }}{% endfor %}<tool_call>\n"
+TOOL_USE = MACRO + "{% for t in tools %}{{ one(t) }}{% endfor %}<tool_call></tool_call>\n"
 
 
 @pytest.mark.parametrize("tools", [None, [{"type": "function", "function": {"name": "f"}}]])

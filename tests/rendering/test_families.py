@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from jinja2 import TemplateError
 
-from agentjet.rendering.renderer import make_sandbox
+from agentjet.rendering.chat_template import make_sandbox
 from tests import tiny
 
 TABLE: dict[str, Any] = json.loads((tiny.TEMPLATES / "families.json").read_text(encoding="utf-8"))

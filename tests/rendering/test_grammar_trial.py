@@ -14,19 +14,14 @@ from typing import Any
 import pytest
 
 from agentjet.errors import InvalidRequest, Later
+from agentjet.rendering.formats import THINK, OutputStyle
 from agentjet.rendering.grammar import GrammarTrials, _tried_in_a_fork, write_grammar
-from agentjet.rendering.renderer import OutputStyle
 from agentjet.types import Constraint
 
 pytestmark = pytest.mark.anyio
-PLAIN = OutputStyle("", False, False, {})
-REASONS = OutputStyle("", True, False, {"<think>": 151_667, "</think>": 151_668})
+PLAIN = OutputStyle("", None, False, {})
+REASONS = OutputStyle("", THINK, False, {"<think>": 151_667, "</think>": 151_668})
 LARGE = {"type": "integer", "multipleOf": 9_999_991}
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
 
 
 @pytest.mark.e2e

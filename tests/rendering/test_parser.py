@@ -6,12 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentjet.rendering.renderer import TOOL_FORMATS, parse_completion
+from agentjet.rendering.formats import THINK, TOOL_FORMATS, parse_completion
 from agentjet.types import Message, ToolCall
 
 
 def parse(text: str, tool_format: str = "hermes", *, reasons: bool = False, in_reasoning: bool = False) -> Message:
-    return parse_completion(text, reasons=reasons, in_reasoning=in_reasoning, tool_format=tool_format, id_prefix="c")
+    reasoning = THINK if reasons else None
+    return parse_completion(
+        text, reasoning=reasoning, in_reasoning=in_reasoning, tool_format=tool_format, id_prefix="c"
+    )
 
 
 @pytest.mark.parametrize(
@@ -50,7 +53,6 @@ def test_several_calls_are_numbered_and_broken_ones_stay() -> None:
     [
         ("hermes", '<tool_call>{"name": "f\\ud800"}</tool_call>'),
         ("hermes", '<tool_call>[{"name": "f", "arguments": {"a": "\\ud800"}}]</tool_call>'),
-        ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {"\\udc00": 1}}]'),
         ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": \\"\\ud800\\"}"}</tool_call>'),
     ],
 )
@@ -89,7 +91,26 @@ def test_a_value_that_looks_like_the_arguments_does_not_mislead() -> None:
 def test_malformed_calls_stay_content(block: str) -> None:
     text = f" so <tool_call>{block}</tool_call>\n"
     assert parse(text) == Message("assistant", text)
-    assert parse(f" [TOOL_CALLS]{block}", "mistral") == Message("assistant", f" [TOOL_CALLS]{block}")
+    if not block.startswith(('[{"name": "f"}', '{"name": "f"} ')):  # There a good call stands beside text.
+        assert parse(f" [TOOL_CALLS]{block}", "mistral") == Message("assistant", f" [TOOL_CALLS]{block}")
+
+
+@pytest.mark.parametrize(
+    ("tool_format", "text", "content", "names"),
+    [
+        ("mistral", 'so [TOOL_CALLS][{"name": "f"}, 3]', "so , 3]", ["f"]),
+        ("mistral", '[TOOL_CALLS][{"name": 1}, {"name": "f"}, {"name": "g"}]', '[TOOL_CALLS][{"name": 1},', ["f", "g"]),
+        ("llama3", '{"name": "f"}; {"name": "g"}; ', "", ["f", "g"]),
+        ("llama3", '<|python_tag|>[{"name": "f"}, {"name": "g"}]', "", ["f", "g"]),
+        ("llama3", '{"name": "f"}; {"name"', '; {"name"', ["f"]),
+        ("llama3", 'It is {"name": "f"}', 'It is {"name": "f"}', []),
+    ],
+)
+def test_the_text_of_a_broken_call_stays_beside_a_good_one(
+    tool_format: str, text: str, content: str, names: list[str]
+) -> None:
+    answer = parse(text, tool_format)
+    assert (answer.content, [call.name for call in answer.tool_calls]) == (content, names)
 
 
 def test_without_a_format_nothing_is_a_tool_call() -> None:

@@ -141,7 +141,7 @@ def test_white_space_around_answers_is_what_was_sampled(build: Build) -> None:
 REFUSING = (  # takes tool calls in messages of their own only
     "{% for m in messages %}{% if m.role == 'assistant' and not m.tool_calls %}{{ raise_exception('no') }}"
     "{% elif m.tool_calls %}{{ WRITTEN }}{% else %}{{ '[INST]' + m.content + '[/INST]' }}{% endif %}{% endfor %}"
-    "{# tools <tool_call> #}"
+    "{# tools #}"
 )
 NAME = "m.tool_calls[0].function.name"
 
@@ -167,9 +167,7 @@ def test_ids_that_mistral_refuses_are_replaced(build: Build) -> None:
     assert one == two and len(one) == 9 and one.isalnum()
     kept = renderer.render(Conversation((USER, CALL, RESULT), TOOLS))
     assert kept.count(b"abc123XYZ") == 2
-    assert ours.encode() in build("qwen3", "{{ tools }}<tool_call>{{ messages[1].tool_calls }}").render(
-        Conversation((USER, call), TOOLS)
-    )
+    assert ours.encode() in build("qwen3", "{{ messages[1].tool_calls }}").render(Conversation((USER, call)))
 
 
 def test_a_result_without_an_id_is_still_refused(build: Build) -> None:

@@ -1,4 +1,4 @@
-"""Asynchronous tests run on asyncio; a model that reasons and calls tools."""
+"""A model that reasons and calls tools."""
 
 from pathlib import Path
 
@@ -6,11 +6,6 @@ import pytest
 
 from agentjet.types import ModelInfo
 from tests.server.speaking import tool_card
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
 
 
 @pytest.fixture

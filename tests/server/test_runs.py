@@ -1,12 +1,21 @@
-"""Several runs of one server over HTTP.
+"""Runs and their job settings.
 
-1. A run has its own paths, keys, episodes, events and metrics; agents with OpenAI's and Anthropic's SDK need only its
-   base URL. Two runs train at once.
-2. A token or key of one run is refused on every other, in the shape of the route. The answer is the same for a run that
-   exists, for one that was ended, and for a name that no run has.
-3. No way to write a path enters a run without its token.
-4. The server's admin creates, ends, lists and enters runs. A run that was ended can be opened again with its keys.
-5. Nothing about a run is in an answer to others: documents, redirects, errors.
+The runs of a server on one backend.
+
+1. Two runs train at once. The end of one, and its failures, leave the other alone.
+2. A worker that both use and that crashes is replaced for both.
+3. Open runs survive a restart. An ended run stays ended, and continues at its version when it is opened again.
+4. A run that cannot be opened for any reason is shown, and the server starts.
+5. Requests about a run are idempotent and have their effect one after the other. Wrong ones are refused by name.
+6. A run whose folder was removed can be ended and created again. A run that the full disk refused can be opened later.
+7. A request that began before the end of its run and acts after it is refused with a 503.
+8. The policies of a run may be mistyped: they can change until its first episode, unless the run is up, or started
+   meanwhile.
+9. Adapters of two runs on two base models do not get into one worker.
+10. Files of a run directly in the data dir are refused with the way out, and stay.
+11. A journal that takes long to open holds neither the event loop nor the stop of the server.
+
+The job settings: accepted settings stay in force over a restart, and refused ones never apply.
 """
 
 from __future__ import annotations
@@ -14,377 +23,473 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-from collections.abc import Iterator
-from dataclasses import dataclass
+import sqlite3
+import threading
+from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
-from agentjet.client.threads import LoopThread
-from agentjet.front.keys import read_secret
-from tests.fakes import recent_episodes
-from tests.server.serving import ADMIN, TOKEN, VIEWER, Served, bearer, in_thread, serving
+from agentjet.errors import (
+    ConfigError,
+    Conflict,
+    InvalidRequest,
+    Later,
+    NotFound,
+    RequestError,
+    Unavailable,
+    WorkerDied,
+)
+from agentjet.front.calls import CallRequest
+from agentjet.protocol import AbortRequest, BeginRequest, EpisodeQuery, Event, FinishRequest, RunSettings, status_of
+from agentjet.server.gateway import Gateway
+from agentjet.server.runs import Runs
+from agentjet.swarm import Journal
+from agentjet.swarm.journal_file import JournalFile
+from agentjet.swarm.state import Store
+from agentjet.types import JOURNAL, Conversation, Message, PolicyId
+from tests.fakes import RUN, Running, job_body, running
 
-HELLO = {"model": "policy", "messages": [{"role": "user", "content": "hello"}]}
-NAMES = ("other", "ended", "none")
-"""An open run, a run that was ended, and a name without a run."""
-
-
-async def create(served: Served, name: str, **settings: Any) -> httpx.Response:
-    return await served.http.put(f"/swarm/v1/runs/{name}", json=settings, headers=bearer(ADMIN))
-
-
-def token_of(served: Served, run: str, file: str = "token") -> str:
-    return read_secret(served.run.folder.parent / run / file)
-
-
-async def begin(served: Served, run: str, token: str = "") -> dict[str, Any]:
-    token = token or token_of(served, run)
-    answer = await served.http.post(f"/runs/{run}/swarm/v1/episodes", json={"task_id": "t"}, headers=bearer(token))
-    assert answer.status_code == 200, answer.text
-    begun: dict[str, Any] = answer.json()
-    return begun
+pytestmark = pytest.mark.anyio
 
 
-@dataclass
-class Shared:
-    """A server with the runs of `NAMES` and `third`."""
+# ---- runs ------------------------------------------------------------------------------------------------------------
 
-    served: Served
-    loop: LoopThread
-    keys: dict[str, str]
-    """Keys of an episode of each run, and of an ended run."""
-
-    def ask(self, method: str, path: str, headers: dict[str, str], **more: Any) -> httpx.Response:
-        http = self.served.http
-
-        async def ask() -> httpx.Response:
-            request = http.build_request(method, path, **more)
-            request.headers.pop("Authorization", None)
-            request.headers.update(headers)
-            return await http.send(request)
-
-        return self.loop.run(ask())
-
-    def raw(self, target: str, token: str) -> tuple[int, dict[str, Any]]:
-        """Status and body of a GET whose target is sent as it is."""
-
-        async def ask() -> bytes:
-            reader, writer = await asyncio.open_connection("127.0.0.1", self.served.listener.getsockname()[1])
-            head = [f"GET {target} HTTP/1.1", "Host: 127.0.0.1", "Connection: close", f"Authorization: Bearer {token}"]
-            writer.write("\r\n".join([*head, "", ""]).encode())
-            answer = await reader.read()
-            writer.close()
-            return answer
-
-        head, _, body = self.loop.run(ask()).partition(b"\r\n\r\n")
-        return int(head.split()[1]), json.loads(body) if body.startswith(b"{") else {}
+TWO = {"planner": {}, "coder": {}}
 
 
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
-    with in_thread(serving(tmp_path_factory.mktemp("runs") / "data")) as (served, loop):
-
-        async def prepare() -> dict[str, str]:
-            keys = {"default": (await served.begin())["api_key"]}
-            for name in ("other", "ended", "third"):
-                assert (await create(served, name)).status_code == 200
-                await served.run.runs.get(name).engine.wait_until_up()
-                keys[name] = (await begin(served, name))["api_key"]
-            ended = await served.http.delete("/swarm/v1/runs/ended", headers=bearer(ADMIN))
-            assert (ended.status_code, ended.json()["is_open"]) == (200, False)
-            return keys
-
-        yield Shared(served, loop, loop.run(prepare()))
+async def opened(run: Running, name: str = "other", **settings: object) -> Running:
+    """Creates a run and waits until it is up."""
+    await run.runs.put(name, RunSettings.model_validate(settings))
+    other = run.of_run(name)
+    await other.gateway.engine.wait_until_up()
+    return other
 
 
-@pytest.mark.anyio
-async def test_agents_of_two_runs_at_once(tmp_path: Path) -> None:
-    async with serving(tmp_path / "d") as served:
-        made = (await create(served, "other", job={"batch_size": 1, "group_size": 2, "max_tokens": 32})).json()
-        assert (made["name"], made["path"], made["is_open"]) == ("other", "/runs/other", True)
-        other = served.run.of_run("other")
-        await other.gateway.engine.wait_until_up()
-        token = token_of(served, "other")
-        for member in range(2):
-            episode = await begin(served, "other")
-            assert episode["base_url"] == f"{served.url}/runs/other/v1"
-            answer = await served.openai(episode).chat.completions.create(model="tiny", messages=HELLO["messages"])
-            assert answer.choices[0].message.content == "hi"
-            anthropic = served.anthropic(episode, base_url=episode["base_url"].removesuffix("/v1"))
-            message = await anthropic.messages.create(max_tokens=9, **HELLO)
-            assert message.content[0].text == "hi"
-            in_path = f"{served.url}/runs/other/k/{episode['api_key']}/v1/chat/completions"
-            assert (await served.http.post(in_path, json=HELLO)).status_code == 200
-            path = f"/runs/other/swarm/v1/episodes/{episode['episode_id']}/finish"
-            own = {"reward": float(member)}
-            assert (await served.http.post(path, json=own, headers=bearer(token))).json()["num_calls"] == 3
-        await served.run.batch()
-        await other.until(lambda: other.gateway.swarm.policy_version == 1)
-        status = (await served.http.get("/runs/other/swarm/v1/status", headers=bearer(token))).json()
-        assert (status["run"], status["batch_size"], status["episodes"]["finished"]) == ("other", 1, 2)
-        status = (await served.http.get("/swarm/v1/status")).json()
-        assert (status["run"], status["batch_size"], status["episodes"]["finished"]) == ("default", 2, 4)
-        scraped = await served.http.get(
-            "/runs/other/metrics", headers=bearer(token_of(served, "other", "viewer-token"))
+async def test_two_runs_train_at_once(tmp_path: Path) -> None:
+    async with running(tmp_path / "d") as run:
+        other = await opened(run, policies=TWO)
+        assert [(view.name, view.path, view.policies, view.state) for view in run.runs.views()] == [
+            ("default", "", (), "sampling"),
+            ("other", "/runs/other", ("planner", "coder"), "sampling"),
+        ]
+        await asyncio.gather(run.batch(), other.batch())
+        await run.batch()
+        assert run.compute.starts == 1, "they share a worker"
+        ended = await run.runs.end("other")
+        assert (ended.is_open, ended.policy_version, ended.policies) == (False, None, ("planner", "coder"))
+        with pytest.raises(NotFound, match="no open run 'other'; open are: default"):
+            run.runs.get("other")
+        assert run.compute.workers == {"": {PolicyId()}}
+        await run.batch()
+        assert run.gateway.swarm.policy_version == 3
+        again = await opened(run)
+        assert (again.gateway.hosted.names, again.gateway.swarm.policy_version) == (("planner", "coder"), 1)
+        assert not run.compute.policies[PolicyId("other", "coder")].learned, "its checkpoint was loaded"
+    assert (tmp_path / "d" / "runs" / "other" / "checkpoints" / "step_000001" / "coder").is_dir()
+
+
+async def test_a_request_that_outlives_its_run_is_refused(tmp_path: Path) -> None:
+    """A request holds its gateway from its start, so it may act after the end of the run."""
+    async with running(tmp_path / "d", job={"batch_size": 1}) as run:
+        gateway = (await opened(run)).gateway
+        episode, _ = [await gateway.begin(BeginRequest(task_id="t")) for _ in range(2)]
+        waiting = asyncio.create_task(gateway.begin(BeginRequest(task_id="u", wait=60)))
+        listening = asyncio.create_task(_all_events(gateway))
+        await asyncio.sleep(0)
+        unread = gateway.events()
+        await anext(unread)
+        await run.runs.end("other")
+        await listening
+        assert [event async for event in unread], "those that it has read already"
+        late: list[Awaitable[object]] = [
+            waiting,
+            gateway.begin(BeginRequest(task_id="v")),
+            gateway.finish(episode.id, FinishRequest(reward=1.0)),
+            gateway.abort(episode.id, AbortRequest(), idempotency_key="k"),
+            gateway.replace_job(job_body(gateway)),
+            gateway.reader.episodes(EpisodeQuery()),
+            gateway.reader.episode("unknown"),
+            anext(gateway.calls.answer(episode.id, "", CallRequest(Conversation((Message("user", "hello"),))))),
+        ]
+        for refused in await asyncio.gather(*late, return_exceptions=True):
+            assert isinstance(refused, Later) and status_of(refused) == 503, refused
+        again = await opened(run)
+        assert (await again.gateway.finish(episode.id, FinishRequest(reward=1.0))).status == "finished"
+
+
+async def _all_events(gateway: Gateway) -> list[Event]:
+    return [event async for event in gateway.events()]
+
+
+async def test_open_runs_survive_a_restart(tmp_path: Path) -> None:
+    async with running(tmp_path / "d") as run:
+        await (await opened(run, "a", job={"batch_size": 1})).batch()
+        await opened(run, "b")
+        await run.runs.end("b")
+    async with running(tmp_path / "d") as run:
+        assert [(view.name, view.is_open) for view in run.runs.views()] == [
+            ("default", True),
+            ("a", True),
+            ("b", False),
+        ]
+        a = run.of_run("a")
+        assert (a.gateway.swarm.policy_version, a.gateway.swarm.job.batch_size) == (1, 1)
+        await a.gateway.engine.wait_until_up()
+        await a.batch()
+
+
+async def test_a_worker_that_two_runs_share_is_replaced_for_both(tmp_path: Path) -> None:
+    async with running(tmp_path / "d", job={"checkpoint_every": 1}) as run:
+        other = await opened(run)
+        await asyncio.gather(run.batch(), other.batch())
+        run.compute.die()
+        await run.until(
+            lambda: run.compute.starts == 2 and run.compute.workers.get("") == {PolicyId(), PolicyId("other")}
         )
-        assert 'agentjet_policy_version{run="other"} 1.0' in scraped.text
-        assert 'agentjet_step{metric="reward/mean",run="other"} 0.5' in scraped.text
-        assert 'run="' not in (await served.http.get("/metrics")).text
-        async with served.http.stream("GET", "/runs/other/swarm/v1/events", headers=bearer(token)) as events:
-            lines = [line async for line in _until(events.aiter_lines(), "event: step")]
-        assert sum(line == "event: episode" for line in lines) == 4, "two episodes, their begin and their end"
+        await asyncio.gather(run.batch(), other.batch())
+        trained = [one.gateway.status().episodes["trained"] for one in (run, other)]
+        assert (trained, run.compute.weights) == ([8, 8], run.compute.policies[PolicyId("other")].weights)
 
 
-async def _until(lines: Any, last: str) -> Any:
-    async for line in lines:
-        yield line
-        if line == last:
-            return
+async def test_crashes_of_another_run_are_not_ours(tmp_path: Path) -> None:
+    """Neither a call nor a batch is given up because operations of another run kill the worker."""
+    theirs = WorkerDied("out of memory", during="other/policy")
+    async with running(tmp_path / "d") as run:
+        run.compute.may_sample.clear()
+        episode = await run.gateway.begin(BeginRequest(task_id="e", mode="eval"))
+        call = asyncio.create_task(run.say(episode.id))
+        for crashes in range(3):
+            await run.until(lambda crashes=crashes: len(run.compute.asked) == crashes + 1)
+            run.compute.die(theirs)
+        run.compute.may_sample.set()
+        assert (await call).response.content == "hi"
+        run.compute.may_learn.clear()
+        await run.fill_batch()
+        for crashes in range(3):
+            await run.until(lambda crashes=crashes: len(run.compute.begun) == crashes + 1)
+            run.compute.die(theirs)
+        run.compute.may_learn.set()
+        await run.until(lambda: run.gateway.status().episodes["trained"] == 4)
 
 
-ROUTES = (
-    ("GET", "/swarm/v1/status"),
-    ("POST", "/swarm/v1/stop"),
-    ("GET", "/swarm/v1/nowhere"),
-    ("GET", "/swarm/v1/events"),
-    ("GET", "/metrics"),
-    ("GET", "/readyz"),
-    ("GET", "/openapi.json"),
-    ("POST", "/v1/chat/completions"),
-    ("POST", "/v1/messages"),
-    ("POST", "/v1/responses"),
-    ("GET", "/v1/models"),
+async def test_a_batch_that_kills_workers_is_set_aside_in_its_run(tmp_path: Path) -> None:
+    async with running(tmp_path / "d") as run:
+        other = await opened(run)
+        run.compute.deadly = {("other", 0)}
+        await asyncio.gather(other.fill_batch(), run.batch())
+        await run.until(lambda: other.gateway.status().episodes["dropped"] == 4)
+        await run.batch()
+        assert run.gateway.status().episodes["dropped"] == 0
+
+
+async def test_requests_about_a_run_can_be_repeated(tmp_path: Path) -> None:
+    async with running(tmp_path / "d") as run:
+        settings = RunSettings(job={"batch_size": 3})
+        first, second = await asyncio.gather(run.runs.put("a", settings), run.runs.put("a", settings))
+        assert first.name == second.name == "a" and len(run.runs.open_gateways()) == 2
+        gateway = run.runs.get("a")
+        assert job_body(gateway).revision == 1
+        await run.runs.put("a", RunSettings(job={"batch_size": 5}))
+        await run.runs.put("a", RunSettings())
+        assert (gateway.swarm.job.batch_size, job_body(gateway).revision) == (5, 2)
+        await gateway.engine.wait_until_up()
+        ending = asyncio.create_task(run.runs.end("a"))
+        await asyncio.sleep(0)
+        opened = await run.runs.put("a", RunSettings())
+        assert ending.done() and opened.is_open and run.runs.get("a") is not gateway
+        assert run.runs.get("a").swarm.job.batch_size == 5
+        assert not (await run.runs.end("a")).is_open and not (await run.runs.end("a")).is_open
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "error", "message"),
+    [
+        ("../a", {}, "run_name_invalid", "'../a'"),
+        ("default", {}, "default_run", "agentjet job set"),
+        ("a", {"policies": {"solo": {}}}, "run_policies_changed", "planner"),
+        ("a", {"job": {"batch_sise": 3}}, "invalid_setting", r"job\.batch_sise"),
+        ("b", {"policies": {"Planner": {}}}, "invalid_setting", "policies"),
+        (
+            "b",
+            {"policies": {"solo": {"model": "./no"}}},
+            "invalid_setting",
+            r"policies\.solo\.model = '\./no' is neither",
+        ),
+        ("b", {"job": {"optimizers": {"coder": {}}}}, "invalid_setting", r"job\.optimizers\.coder"),
+    ],
 )
+async def test_a_wrong_request_changes_nothing(
+    tmp_path: Path, name: str, settings: dict[str, object], error: str, message: str
+) -> None:
+    async with running(tmp_path / "d") as run:
+        await run.runs.put("a", RunSettings(policies=TWO))
+        before = run.runs.views()
+        with pytest.raises((InvalidRequest, Conflict), match=message) as refused:
+            await run.runs.put(name, RunSettings.model_validate(settings))
+        assert refused.value.code == error
+        for unknown in ("../a", "default", "b"):
+            with pytest.raises(RequestError):
+                await run.runs.end(unknown)
+        assert [view.name for view in run.runs.views()] == [view.name for view in before]
 
 
-@pytest.mark.parametrize("owner", ["", "unknown", "default", "third", "third/admin-token", "key default", "key third"])
-def test_a_stranger_learns_nothing_about_a_run(shared: Shared, owner: str) -> None:
-    """The same answer whether the run is open, ended or never was; 401 without rights anywhere, else 403."""
-    if owner.startswith("key "):
-        token = shared.keys[owner.removeprefix("key ")]
-    elif owner in ("", "unknown"):
-        token = owner
-    else:
-        run, _, file = owner.partition("/")
-        token = TOKEN if run == "default" else token_of(shared.served, run, file or "token")
-    for method, path in ROUTES:
-        body = {"json": {**HELLO, "max_tokens": 9}} if method == "POST" else {}
-        answers = [shared.ask(method, f"/runs/{name}{path}", bearer(token), **body) for name in NAMES]
-        seen = {(each.status_code, each.text, *sorted(_told(each))) for each in answers}
-        assert len(seen) == 1, (path, seen)
-        code = answers[0].json().get("code") or answers[0].json()["error"].get("code", "")
-        assert answers[0].status_code == (401 if owner in ("", "unknown") else 403), (path, answers[0].text)
-        if "code" in answers[0].json():
-            expected = {"": "token_missing", "unknown": "token_invalid"}.get(owner, "not_your_run")
-            assert code == expected
-        in_path = f"/k/{token or 'x'}/v1/chat/completions"
-        answers = [shared.ask("POST", f"/runs/{name}{in_path}", {}, json=HELLO) for name in NAMES]
-        assert len({(each.status_code, each.text) for each in answers}) == 1
-        assert answers[0].json()["error"]["message"]
+async def test_a_run_with_a_damaged_row_stops_no_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with running(tmp_path / "d") as run:
+        for name in "ab":
+            await opened(run, name)
+    with sqlite3.connect(tmp_path / "d" / "runs" / "a" / JOURNAL) as journal:
+        journal.execute("INSERT OR REPLACE INTO meta VALUES ('state', '{')")
+    journal.close()
+    async with running(tmp_path / "d") as run:
+        assert [(view.name, view.state) for view in run.runs.views()][1] == ("a", "failed")
+        assert run.runs.views()[1].reason == "the log of the server has the failure, ValidationError"
+        await run.of_run("b").gateway.engine.wait_until_up()
+        await run.batch()
+    assert "run a cannot be opened" in caplog.text
 
 
-def _told(answer: httpx.Response) -> list[str]:
-    return [f"{name}: {value}" for name, value in answer.headers.items() if name != "date"]
+@pytest.mark.parametrize("file", ["run.json", "journal.sqlite"])
+async def test_a_run_that_cannot_be_opened_is_shown(tmp_path: Path, file: str) -> None:
+    async with running(tmp_path / "d") as run:
+        await opened(run, "a")
+        await run.batch()
+    path = tmp_path / "d" / "runs" / "a" / file
+    kept = path.read_bytes()
+    path.write_text("not what it was " * 100)
+    async with running(tmp_path / "d") as run:
+        _, view = run.runs.views()
+        assert (view.is_open, view.state) == (False, "failed") and file in view.reason
+        assert "pydantic" not in view.reason and "\n" not in view.reason
+        with pytest.raises(Conflict, match=file) as refused:
+            await run.runs.put("a", RunSettings())
+        assert refused.value.code == "run_unusable"
+        path.write_bytes(kept)
+        assert (await run.runs.put("a", RunSettings())).is_open
 
 
-def test_the_token_of_a_run_opens_nothing_of_the_default_run(shared: Shared) -> None:
-    for path in ("/swarm/v1/status", "/swarm/v1/runs", "/metrics", "/runs/default/swarm/v1/status"):
-        for file in ("token", "admin-token"):
-            refused = shared.ask("GET", path, bearer(token_of(shared.served, "other", file)))
-            assert (refused.status_code, refused.json()["code"]) == (403, "not_your_run"), path
-    for key in (shared.keys["other"], token_of(shared.served, "other")):
-        refused = shared.ask("POST", "/v1/chat/completions", bearer(key), json=HELLO)
-        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "not_your_run")
-        refused = shared.ask("POST", "/v1/messages", {"x-api-key": key}, json={**HELLO, "max_tokens": 9})
-        assert (refused.status_code, refused.json()["error"]["type"]) == (403, "permission_error")
-    path = f"/swarm/v1/episodes/{recent_episodes(shared.served.run.gateway.swarm, 1)[0].id}/abort"
-    assert shared.ask("POST", path, bearer(shared.keys["other"])).json()["code"] == "not_your_run"
+@pytest.mark.parametrize(("name", "message"), [("journal.sqlite", "is of AgentJet 0.1"), ("checkpoints", "move it to")])
+async def test_files_of_a_run_directly_in_the_data_dir_are_refused(tmp_path: Path, name: str, message: str) -> None:
+    data = tmp_path / "d"
+    async with running(data, job={"checkpoint_every": 1}) as run:
+        await run.batch()
+        weights = run.compute.weights
+    (data / RUN / name).rename(data / name)
+    before = sorted(data.rglob("*"))
+    with pytest.raises(ConfigError, match=message):
+        async with running(data):
+            pass
+    assert sorted(data.rglob("*")) == before
+    (data / name).rename(data / RUN / name)
+    async with running(data) as run:
+        assert run.compute.weights == weights
 
 
-def test_a_run_in_its_own_rights(shared: Shared) -> None:
-    """Its admin administers this run only; the default run's admin every run. Its client learns that it was ended."""
-    served = shared.served
-    own = bearer(token_of(served, "other", "admin-token"))
-    for headers in (own, bearer(ADMIN)):
-        assert shared.ask("GET", "/runs/other/swarm/v1/job", headers).status_code == 200
-        job = shared.ask("GET", "/runs/other/swarm/v1/job", headers).json()
-        assert shared.ask("PUT", "/runs/other/swarm/v1/job", headers, json=job).status_code == 200
-    refused = shared.ask("PUT", "/runs/other/swarm/v1/job", bearer(token_of(served, "other")), json=job)
-    assert (refused.status_code, refused.json()["code"]) == (403, "admin_token_needed")
-    refused = shared.ask("GET", "/runs/other/swarm/v1/status", bearer(shared.keys["other"]))
-    assert (refused.status_code, refused.json()["code"]) == (403, "not_your_episode")
-    assert shared.ask("GET", "/runs/default/swarm/v1/status", bearer(VIEWER)).json()["run"] == "default"
-    gone = shared.ask("GET", "/runs/ended/swarm/v1/status", bearer(token_of(served, "ended")))
-    assert (gone.status_code, gone.json()["code"]) == (404, "run_not_found")
-    assert "'ended' is not open" in gone.json()["detail"] and "other" not in gone.json()["detail"]
-    gone = shared.ask("POST", "/runs/ended/v1/chat/completions", bearer(shared.keys["ended"]), json=HELLO)
-    assert (gone.status_code, gone.json()["error"]["code"]) == (404, "run_not_found")
-    for name in ("ended", "none"):
-        unknown = shared.ask("GET", f"/runs/{name}/swarm/v1/status", bearer(ADMIN))
-        assert (unknown.status_code, unknown.json()["code"]) == (404, "run_not_found")
-        assert f"There is no open run {name!r}; open are: default, other, third" in unknown.json()["detail"]
+async def test_the_record_of_a_run_has_its_first_settings(tmp_path: Path) -> None:
+    async with running(tmp_path / "d", job={"batch_size": 7}) as run:
+        await run.runs.put("a", RunSettings(policies={"solo": {"lora": {"rank": 4}}}))
+        recorded = json.loads((tmp_path / "d" / "runs" / "a" / "run.json").read_text())
+        assert recorded["policies"] == {"solo": {"lora": {"rank": 4}}} and recorded["open"] is True
+        assert recorded["job"]["batch_size"] == 7
 
 
-TRICKS = (
-    "/runs/../runs/other",
-    "/runs/%2e%2e/other",
-    "/runs/..%2fother",
-    "/runs/x/../other",
-    "/runs/%2e/other",
-    "/runs//other",
-    "//runs/other",
-    "/runs/other/../default",
-    "/runs/other%2f..%2fdefault",
-    "/runs/other/..",
-    "/runs/other/../..",
-    "/runs/Other",
-    "/runs/OTHER",
-    "/runs/other.",
-    "/runs/other%20",
-    "/runs/other%00",
-    "/runs/%00other",
-    "/runs/%6fther",
-    "/%72uns/other",
-    "/runs/other%2f",
-    "/runs/other%2fswarm",
-    "/runs/%c3%b6ther",
-    "/runs/o%cc%88ther",
-    "/runs/%ef%bd%8fther",
-    "/runs/other%0d%0a",
-    "/runs/other;x=1",
-    "/runs/other%3f",
-    "/runs/-other",
-    "/runs/.other",
-    "/runs/" + "o" * 64,
-    "/runs/" + "o" * 65,
-    "/runs/" + "o" * 30_000,
-    "/runs/other/runs/other",
-    "/runs/third/runs/other",
-    "/runs/other/runs/third",
-)
+async def test_the_worker_of_a_policy_changes_while_its_run_is_not_open(tmp_path: Path) -> None:
+    moved = RunSettings.model_validate({"policies": {"planner": {"worker": "second"}, "coder": {}}})
+    async with running(tmp_path / "d") as run:
+        await (await opened(run, "a", policies=TWO)).batch()
+        with pytest.raises(Conflict, match="end the run"):
+            await run.runs.put("a", moved)
+        await run.runs.end("a")
+        assert (await run.runs.put("a", moved)).policy_version == 1
+        await run.runs.get("a").engine.wait_until_up()
+        assert run.compute.workers["second"] == {PolicyId("a", "planner")}
 
 
-@pytest.mark.parametrize("start", TRICKS, ids=lambda start: start[:40])
-def test_tricks_with_paths_enter_no_run(shared: Shared, start: str) -> None:
-    """With every token: the status that such a path brings is neither that of `other` nor of another run."""
-    served = shared.served
-    strangers = (TOKEN, token_of(served, "third"), "unknown")
-    for token in (*strangers, token_of(served, "other"), ADMIN):
-        status, body = shared.raw(f"{start}/swarm/v1/status", token)
-        assert status in (400, 401, 403, 404), (token, status, body)
-        assert body.get("code") in ("token_invalid", "not_your_run", "run_not_found", "not_found", None), body
-        assert token == ADMIN or "third" in start or "third" not in body.get("detail", "")
-    if start.startswith(("/runs/", "/%72")) and not start.startswith(("/runs/other/", "/runs/third/")):
-        assert shared.raw(f"{start}/swarm/v1/status", "unknown")[0] == 401
-        assert shared.raw(f"{start}/swarm/v1/status", TOKEN)[1]["code"] == "not_your_run"
-    assert not (served.run.folder.parent / "..").joinpath("run.json").exists()
+async def test_a_run_that_lost_its_record_is_created_again_with_its_policies(tmp_path: Path) -> None:
+    async with running(tmp_path / "d") as run:
+        await (await opened(run, "a", policies=TWO)).batch()
+    record = tmp_path / "d" / "runs" / "a" / "run.json"
+    record.unlink()
+    async with running(tmp_path / "d") as run:
+        view = run.runs.views()[1]
+        assert (view.name, view.is_open, view.state) == ("a", False, "failed") and "run.json" in view.reason
+        with pytest.raises(Conflict, match="planner"):
+            await run.runs.put("a", RunSettings())
+        assert not record.exists()
+        assert (await run.runs.put("a", RunSettings.model_validate({"policies": TWO}))).policy_version == 1
 
 
-def test_nothing_about_runs_is_in_documents_and_redirects(shared: Shared) -> None:
-    token = token_of(shared.served, "other")
-    document = shared.ask("GET", "/runs/other/openapi.json", bearer(token)).json()
-    assert document == shared.ask("GET", "/openapi.json", {}).json() and "servers" not in document
-    assert not [path for path in document["paths"] if "lease" in path or "prepare" in path or path.endswith("/run")]
-    led = shared.ask("GET", "/runs/other/swarm/v1/status/", bearer(token))
-    assert led.headers.get("location", f"{shared.served.url}/runs/other/").startswith(
-        f"{shared.served.url}/runs/other/"
-    )
-    probes = {shared.ask("HEAD", f"/runs/{name}/", {}).status_code for name in (*NAMES, "..")}
-    assert probes == {200}, "an agent's check of its base URL, the same for all names"
-    assert {shared.ask("HEAD", f"/runs/{name}/v1/models", {}).status_code for name in NAMES} == {405}
-
-
-def test_runs_are_managed_by_the_servers_admin(shared: Shared) -> None:
-    def ask(method: str, path: str, token: str = ADMIN, **more: Any) -> tuple[int, str, str]:
-        answer = shared.ask(method, path, bearer(token), **more)
-        body = answer.json()
-        return answer.status_code, body.get("code", ""), body.get("detail", "")
-
-    listed = shared.ask("GET", "/swarm/v1/runs", bearer(ADMIN)).json()["runs"]
-    assert [(run["name"], run["path"], run["is_open"]) for run in listed] == [
-        ("default", "", True),
-        ("ended", "/runs/ended", False),
-        ("other", "/runs/other", True),
-        ("third", "/runs/third", True),
-    ]
-    for method, path in (("GET", "/runs"), ("PUT", "/runs/new"), ("DELETE", "/runs/other")):
-        body = {"json": {}} if method == "PUT" else {}
-        for token, refusal in (("", 401), ("unknown", 401), (VIEWER, 403), (TOKEN, 403)):
-            assert ask(method, f"/swarm/v1{path}", token, **body)[0] == refusal
-        own = token_of(shared.served, "other", "admin-token")
-        assert ask(method, f"/swarm/v1{path}", own, **body)[:2] == (403, "not_your_run")
-        assert ask(method, f"/runs/other/swarm/v1{path}", own, **body)[:2] == (404, "not_found")
-        assert ask(method, f"/runs/other/swarm/v1{path}", ADMIN, **body)[:2] == (404, "not_found")
-    for name in ("Other", "..", "%2e%2e", "a%20b", "-a", "ö", "o" * 65):
-        for method in ("PUT", "DELETE"):
-            status, code, text = ask(method, f"/swarm/v1/runs/{name}", **({"json": {}} if method == "PUT" else {}))
-            assert (status, code) in ((422, "run_name_invalid"), (404, "not_found"), (405, "method_not_allowed")), text
-    put = "/swarm/v1/runs/new"
-    assert ask("PUT", put, json={"job": {"group_size": 1}})[:2] == (422, "invalid_setting")
-    assert ask("PUT", put, json={"policies": {"A": {}}})[:2] == (422, "invalid_setting")
-    assert ask("PUT", put, json={"jobs": {}})[:2] == (422, "unknown_parameter")
-    assert ask("PUT", "/swarm/v1/runs/default", json={})[:2] == (409, "default_run")
-    assert ask("DELETE", "/swarm/v1/runs/default")[:2] == (409, "default_run")
-    assert ask("DELETE", "/swarm/v1/runs/none")[:2] == (404, "run_not_found")
-    changed = ask("PUT", "/swarm/v1/runs/other", json={"policies": {"planner": {}}})
-    assert changed[:2] == (409, "run_policies_changed")
-    assert [run["name"] for run in shared.ask("GET", "/swarm/v1/runs", bearer(ADMIN)).json()["runs"]] == [
-        "default",
-        *("ended", "other", "third"),
-    ], "no refused request made a run"
-
-
-@pytest.mark.anyio
-async def test_runs_and_keys_stay_over_ends_and_restarts(tmp_path: Path) -> None:
-    """Ended and opened again, and over a restart of the server: the same tokens, keys and episodes."""
-    async with serving(tmp_path / "d") as served:
-        for name in ("open", "shut"):
-            await create(served, name)
-            await served.run.runs.get(name).engine.wait_until_up()
-        episode = await begin(served, "open")
-        tokens = {name: token_of(served, name) for name in ("open", "shut")}
-        for _ in range(2):
-            assert (await served.http.delete("/swarm/v1/runs/shut", headers=bearer(ADMIN))).json()["is_open"] is False
-    async with serving(tmp_path / "d") as served:
-        await served.run.runs.get("open").engine.wait_until_up()
-        client = served.openai({**episode, "base_url": f"{served.url}/runs/open/v1"})
-        assert (await client.chat.completions.create(model="policy", messages=HELLO["messages"])).choices
-        path = f"/runs/open/swarm/v1/episodes/{episode['episode_id']}"
-        assert (await served.http.get(path, headers=bearer(tokens["open"]))).json()["num_calls"] == 1
-        refused = await served.http.get("/runs/shut/swarm/v1/status", headers=bearer(tokens["shut"]))
-        assert refused.status_code == 404
-        assert (await create(served, "shut")).json()["is_open"] is True
-        assert (await served.http.get("/runs/shut/swarm/v1/status", headers=bearer(tokens["shut"]))).status_code == 200
-        refused = await served.http.get("/runs/shut/swarm/v1/status", headers=bearer(tokens["open"]))
-        assert (refused.status_code, refused.json()["code"]) == (403, "not_your_run")
-
-
-@pytest.mark.anyio
-async def test_a_run_whose_keys_cannot_be_read_stops_no_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    async with serving(tmp_path / "d") as served:
-        await create(served, "spoiled")
-    (tmp_path / "d" / "runs" / "spoiled" / "token").write_text("x\n")
-    async with serving(tmp_path / "d") as served:
-        assert "run spoiled cannot be entered" in caplog.text
-        refused = await served.http.get("/runs/spoiled/swarm/v1/status", headers=bearer(ADMIN))
-        assert (refused.status_code, refused.json()["code"]) == (404, "run_not_found")
-        refused = await create(served, "spoiled")
-        assert (refused.status_code, refused.json()["code"]) == (409, "run_unusable")
-        assert str(tmp_path / "d" / "runs" / "spoiled" / "token") in refused.json()["detail"]
-        assert (await served.http.get("/swarm/v1/status")).status_code == 200
-
-
-@pytest.mark.anyio
-async def test_a_removed_run_leaves_no_valid_token(tmp_path: Path) -> None:
-    async with serving(tmp_path / "d") as served:
-        await create(served, "other")
-        old = token_of(served, "other")
-        await served.http.delete("/swarm/v1/runs/other", headers=bearer(ADMIN))
+async def test_a_run_without_its_folder_can_be_ended(tmp_path: Path) -> None:
+    async with running(tmp_path / "d") as run:
+        await opened(run)
         shutil.rmtree(tmp_path / "d" / "runs" / "other")
-        await create(served, "other")
-        new = token_of(served, "other")
-        answers = [await served.http.get("/runs/other/swarm/v1/status", headers=bearer(t)) for t in (old, new)]
-        assert [answer.status_code for answer in answers] == [401, 200]
+        assert [view.name for view in run.runs.views()] == ["default", "other"]
+        await run.runs.end("other")
+        again = await opened(run)
+        await again.batch()
+        assert again.gateway.swarm.policy_version == 1
+
+
+async def test_the_event_loop_opens_no_journal_of_a_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its migration may take long. A server that is stopped in that time leaves the journal to the next one."""
+    threads, entered, may_open = [], threading.Event(), threading.Event()
+    of_file: Any = JournalFile.open
+
+    def open_slowly(*args: Any) -> Any:
+        threads.append(threading.current_thread())
+        entered.set()
+        may_open.wait(30)
+        return of_file(*args)
+
+    async with running(tmp_path / "d") as run:
+        monkeypatch.setattr(JournalFile, "open", open_slowly)
+        creating = asyncio.create_task(run.runs.put("other", RunSettings()))
+        await run.until(entered.is_set)
+        await run.batch()
+        stopping = asyncio.create_task(run.runs.drain())
+        await asyncio.sleep(0)
+        may_open.set()
+        with pytest.raises(Later, match="being stopped"):
+            await creating
+        await stopping
+        assert threading.main_thread() not in threads
+        Journal.open(tmp_path / "d" / "runs" / "other" / JOURNAL).close()
+
+
+async def test_a_run_that_the_disk_refused_can_be_opened_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> str:
+        raise Unavailable("the disk is full", code="journal_unavailable", retry_after=1.0)
+
+    async with running(tmp_path / "d") as run:
+        with monkeypatch.context() as patch:
+            patch.setattr(Store, "start_job", refuse)
+            with pytest.raises(Conflict, match="the disk is full"):
+                await run.runs.put("other", RunSettings())
+        assert run.runs.views()[1].reason == "the disk is full"
+        await (await opened(run)).batch()
+
+
+async def test_a_failed_run_starts_again_with_a_better_job(tmp_path: Path) -> None:
+    async with running(tmp_path / "d") as run:
+        with pytest.raises(ConfigError, match=r"job\.max_tokens = 1000000 leaves no room for a prompt"):
+            await opened(run, job={"max_tokens": 10**6})
+        other = await opened(run, job={"max_tokens": 16})
+        assert (other.gateway.phase.state, other.gateway.swarm.job.max_tokens) == ("sampling", 16)
+
+
+@pytest.mark.parametrize("is_ended", [False, True])
+async def test_a_run_whose_model_was_mistyped_is_created_again(tmp_path: Path, is_ended: bool) -> None:
+    async with running(tmp_path / "d") as run:
+        wrong = {"solo": {"model": "org/mistyped", "worker": "second"}}
+        run.compute.fail_start = [ConfigError("model.name = 'mistyped' is not a folder")]
+        with pytest.raises(ConfigError, match="mistyped"):
+            await opened(run, policies=wrong)
+        if is_ended:
+            await run.runs.end("other")
+        other = await opened(run, policies={"planner": {}})
+        await other.batch()
+        assert json.loads((other.folder / "run.json").read_text())["policies"] == {"planner": {}}
+        if is_ended:
+            await run.runs.end("other")
+        with pytest.raises(Conflict) as refused:
+            await run.runs.put("other", RunSettings.model_validate({"policies": wrong}))
+        assert refused.value.code == "run_policies_changed"
+
+
+async def test_a_failed_run_that_is_started_meanwhile_keeps_its_policies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(tmp_path / "d") as run:
+        run.compute.fail_start = [ConfigError("model.name = 'mistyped' is not a folder")]
+        with pytest.raises(ConfigError, match="mistyped"):
+            await opened(run, policies={"solo": {"worker": "second"}})
+        gateway, loop, check = run.runs.get("other"), asyncio.get_running_loop(), Runs._checked_job
+
+        async def start() -> None:
+            gateway.engine.start()
+
+        def start_first(*args: Any, **kwargs: Any) -> Any:
+            asyncio.run_coroutine_threadsafe(start(), loop).result()
+            return check(*args, **kwargs)
+
+        monkeypatch.setattr(Runs, "_checked_job", start_first)
+        with pytest.raises(Conflict, match=r'its policies are \{"solo"') as refused:
+            await run.runs.put("other", RunSettings(policies={"planner": {}}))
+        assert refused.value.code == "run_policies_changed" and run.runs.get("other") is gateway
+        await gateway.engine.wait_until_up()
+        await run.of_run("other").batch()
+
+
+async def test_corrected_policies_keep_the_job_of_the_run(tmp_path: Path) -> None:
+    async with running(tmp_path / "d") as run:
+        job = {"batch_size": 3, "optimizers": {"planer": {"lr": 1e-3}, "coder": {"lr": 1e-4}}}
+        run.compute.fail_start = [ConfigError("model.name = 'mistyped' is not a folder")]
+        with pytest.raises(ConfigError, match="mistyped"):
+            await opened(run, policies={"planer": {"model": "org/mistyped", "worker": "second"}, "coder": {}}, job=job)
+        changed = job_body(run.of_run("other").gateway)
+        await run.of_run("other").gateway.replace_job(
+            changed.model_copy(update={"job": {**changed.job, "group_size": 7}})
+        )
+        other = await opened(run, policies=TWO)
+        settings = other.gateway.swarm.job
+        assert (settings.batch_size, settings.group_size, list(settings.optimizers)) == (3, 7, ["coder"])
+        assert settings.optimizers["coder"].lr == 1e-4
+
+
+async def test_adapters_on_two_base_models_are_refused_before_the_run_is_created(tmp_path: Path) -> None:
+    def on(model: str, worker: str = "") -> RunSettings:
+        return RunSettings(policies={"solo": {"model": model, "worker": worker, "lora": {"rank": 4}}})
+
+    async with running(tmp_path / "d") as run:
+        await run.runs.put("a", on("org/first"))
+        with pytest.raises(
+            InvalidRequest, match=r"'org/second'.* has adapters of 'org/first' for the run 'a'.*solo.worker"
+        ):
+            await run.runs.put("b", on("org/second"))
+        assert not (tmp_path / "d" / "runs" / "b").exists()
+        await run.runs.put("b", on("org/second", worker="own"))
+        await run.runs.end("a")
+        await run.runs.put("c", on("org/second"))
+
+
+# ---- job settings ----------------------------------------------------------------------------------------------------
+
+
+async def test_a_replaced_job_survives_a_restart_with_the_same_settings(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running(tmp_path / "d") as run:
+        body = job_body(run.gateway)
+        body.job["task_weights"] = {"math": 2.0, "*": 1.0}
+        replaced = await run.gateway.replace_job(body)
+        assert replaced.revision == body.revision + 1
+    async with running(tmp_path / "d") as run:
+        assert job_body(run.gateway) == replaced
+        assert "the job settings are those of revision 2" in caplog.text
+        assert "job.task_weights.math was not set and is 2.0" in caplog.text
+    caplog.clear()
+    async with running(tmp_path / "d", job={"batch_size": 3}) as run:
+        job = job_body(run.gateway)
+        assert (job.revision, job.job["batch_size"], job.job["task_weights"]) == (3, 3, {})
+        assert "those in force were of revision 2" in caplog.text
+        assert "job.batch_size was 2 and is 3, job.task_weights.math was 2.0 and is not set" in caplog.text
+        assert "group_size" not in caplog.text
+    caplog.clear()
+    async with running(tmp_path / "d", job={"batch_size": 3}) as run:
+        assert job_body(run.gateway) == job and "the job settings" not in caplog.text
+
+
+async def test_a_job_that_the_disk_refuses_is_not_in_force(tmp_path: Path) -> None:
+    async with running(tmp_path / "d") as run:
+        before, db = job_body(run.gateway), run.gateway._journal.file.db
+        await run.gateway.commits.durable()
+        db.execute(f"PRAGMA max_page_count = {db.execute('PRAGMA page_count').fetchone()[0]}")
+        body = before.model_copy(
+            update={"job": before.job | {"task_weights": {f"task set {i}": 1.0 for i in range(1000)}}}
+        )
+        with pytest.raises(Later):
+            await run.gateway.replace_job(body)
+        assert job_body(run.gateway) == before
+        db.execute("PRAGMA max_page_count = 1073741823")
+        assert (await run.gateway.replace_job(body)).revision == before.revision + 1

@@ -5,10 +5,12 @@ Pins:
 2. so are other base weights, once the worker is up;
 3. a change of weights by rounding only is allowed;
 4. a mistyped setting counts only once something was recorded; a data dir that has no record yet takes one.
+5. journals that kept joined keys, `POLICY/SETTING`, are read.
 """
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from agentjet.config import JobConfig, LoraConfig, ModelConfig
 from agentjet.errors import ConfigError
 from agentjet.protocol import BeginRequest
 from agentjet.swarm import Journal, SwarmState
+from agentjet.swarm.origin import Origin
 from agentjet.types import ModelInfo
 from tests.swarm.world import World
 
@@ -81,7 +84,7 @@ def test_what_changes_nothing_is_free(tmp_path: Path, was: ModelConfig, now: Mod
 def test_other_base_weights_are_refused_once_the_worker_is_up(tmp_path: Path) -> None:
     begun(tmp_path, settings())
     world = World(tmp_path)
-    assert world.journal.origin["model.dtype"] == "bfloat16"
+    assert world.journal.origin.of("policy")["model.dtype"] == "bfloat16"
     for card in (replace(CARD, weights="b2"), replace(CARD, dtype="float32")):
         with pytest.raises(
             ConfigError, match=r"model_weights = 'a1' .*; 'b2' would|dtype = 'bfloat16'; 'float32' would"
@@ -96,7 +99,7 @@ def test_other_base_weights_are_refused_once_the_worker_is_up(tmp_path: Path) ->
 def test_a_mistyped_setting_counts_once_something_was_recorded(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
     journal = Journal.open(path, models={"policy": settings("smal", lora={"rank": 40})})
-    journal.check_origin({"model_weights": "of another model"})
+    journal.check_origin("policy", {"model_weights": "of another model"})
     journal.record_origin()
     journal.close()
     begun(tmp_path, settings())
@@ -116,3 +119,21 @@ def test_a_data_dir_without_a_record_takes_what_its_policy_comes_up_with(tmp_pat
     journal.close()
     with pytest.raises(ConfigError, match=r"model.lora.rank = 4; 8 would"):
         Journal.open(world.path, models={"policy": settings(lora={"rank": 8})})
+
+
+@pytest.mark.parametrize(
+    ("earlier", "policies", "branched_from"),
+    [
+        ("{}", {}, ""),
+        ('{"model.name":"small","model.lora.rank":4}', {"policy": {"model.name": "small", "model.lora.rank": 4}}, ""),
+        (
+            '{"policies":"coder,planner","planner/model.name":"small","coder/model.name":"a/b","branched_from":"d@3"}',
+            {"coder": {"model.name": "a/b"}, "planner": {"model.name": "small"}},
+            "d@3",
+        ),
+    ],
+)
+def test_origins_of_earlier_journals_are_read(earlier: str, policies: Any, branched_from: str) -> None:
+    origin = Origin.from_json(earlier)
+    assert origin == Origin(policies, branched_from) == Origin.from_json(origin.to_json())
+    assert origin.flattened() == json.loads(earlier)

@@ -20,7 +20,6 @@ from agentjet.errors import ConfigError, InvalidRequest
 from agentjet.protocol import status_of
 from agentjet.swarm import Batch, Journal
 from agentjet.swarm.facts import is_uniform
-from agentjet.swarm.origin import of_policy, policies_of
 from agentjet.types import ModelInfo
 from tests.swarm.test_origin import CARD
 from tests.swarm.world import World
@@ -199,10 +198,7 @@ def begun(folder: Path, models: dict[str, ModelConfig]) -> Path:
     world.close()
     world.journal = Journal.open(world.path, models=models)
     for policy in models:
-        named = f"{policy}/" if len(models) > 1 else ""
-        world.journal.check_origin(
-            {f"{named}model.dtype": CARDS.get(policy, CARD).dtype, f"{named}model_weights": policy}
-        )
+        world.journal.check_origin(policy, {"model.dtype": CARDS.get(policy, CARD).dtype, "model_weights": policy})
     world.journal.record_origin()
     world.close()
     world.open()
@@ -214,9 +210,9 @@ def begun(folder: Path, models: dict[str, ModelConfig]) -> Path:
 def test_a_policy_keeps_its_own_origin(tmp_path: Path) -> None:
     path = begun(tmp_path, MODELS)
     world = World(tmp_path, policies=NAMES)
-    assert [of_policy(world.journal.origin, name)["model.dtype"] for name in NAMES] == ["bfloat16", "float32"]
-    assert policies_of(world.journal.origin) == ("coder", "planner")
-    assert of_policy(world.journal.origin, "coder")["model.name"] == "large"
+    assert [world.journal.origin.of(name)["model.dtype"] for name in NAMES] == ["bfloat16", "float32"]
+    assert world.journal.origin.named == ("coder", "planner")
+    assert world.journal.origin.of("coder")["model.name"] == "large"
     with pytest.raises(
         ConfigError, match=r"model_weights = 'coder' \(.* under model\.name = 'large'\) for policy 'coder'; 'c3' would"
     ):

@@ -87,7 +87,8 @@ def test_a_linear_conversation_keeps_all_that_was_sampled(
 def rewritten(model: Model, history: str, messages: Sequence[Message], said: Sequence[Call]) -> bool:
     """True if the template writes the history differently now: it strips thinking, or moves the tools."""
     thought = bool(model.renderer.generation_tail) or any(
-        call.response.reasoning or (model.renderer.reasons and "</think>" in model.renderer.text(call.completion))
+        call.response.reasoning
+        or (model.renderer.style.reasoning and "</think>" in model.renderer.text(call.completion))
         for call in said
     )
     return (thought and history == "template") or (

@@ -200,7 +200,6 @@ def roll_back(data_dir: Path, version: str, run: str = DEFAULT_RUN) -> tuple[Rol
     from agentjet.server.monitoring import MetricsFile
     from agentjet.swarm import Journal, SwarmState
     from agentjet.swarm.batches import check_rollback
-    from agentjet.swarm.origin import policies_of
 
     folder = run_folder(data_dir, run)
     store = CheckpointStore(folder)
@@ -212,7 +211,7 @@ def roll_back(data_dir: Path, version: str, run: str = DEFAULT_RUN) -> tuple[Rol
         target = store.find(version)
         check_rollback(journal, recorded, target)
         states, _ = _verified(store, journal, target)
-        swarm = SwarmState(journal, held.given, policies=policies_of(journal.origin))
+        swarm = SwarmState(journal, held.given, policies=journal.origin.named)
         new = swarm.state.next_unused_version
         # The journal records the checkpoint when its files are on disk. After a kill before it gets its name, servers
         # refuse to start until the rollback is repeated.

@@ -174,6 +174,7 @@ def _greet(gateway: Gateway, url: str, data_dir: Path) -> None:
             _print(f"  {policy}: {model.name}, {facts}, {trained}")
         else:
             _print(f"Ready: {facts}, {version}.")
+        _print(f"  {renderer.style}")
     _print(f"Token of clients: {data_dir / 'token'}   of admins: {data_dir / 'admin-token'}")
     _print(
         "Next, in another terminal:\n"

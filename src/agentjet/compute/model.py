@@ -60,6 +60,7 @@ from agentjet.compute.recurrence import in_present_pass, install
 from agentjet.config import LoraConfig, ModelConfig
 from agentjet.errors import AgentJetError, ConfigError
 from agentjet.rendering import template_for
+from agentjet.rendering.formats import TOOL_FORMATS
 from agentjet.timeline.forest import Row, build_forest
 from agentjet.types import ModelInfo, SlowWork
 
@@ -320,9 +321,7 @@ def make_model_info(config: ModelConfig, folder: str, model: PreTrainedModel) ->
         tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.name = {config.name!r} has no tokenizer: {why_not_loaded(error)}") from error
-    template, tool_format = template_for(config.name, tokenizer.chat_template or "")
-    if not tool_format:
-        log.warning("%s: its chat template has no tools in a known format: calls with tools are refused", config.name)
+    template, tool_format = template_for(config.name, tokenizer.chat_template or "", config.tool_format)
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     context = context if context and context > 0 else None  # XLNet has -1.
     if context and config.context_length > context:
@@ -334,7 +333,7 @@ def make_model_info(config: ModelConfig, folder: str, model: PreTrainedModel) ->
         tokenizer_path=_tokenizer_folder(folder, tokenizer),
         chat_template=template,
         context_length=config.context_length or context or RECURRENT_CONTEXT,
-        end_tokens=_end_tokens(model, tokenizer),
+        end_tokens=_end_tokens(model, tokenizer, tool_format),
         bos_token=tokenizer.bos_token or "",
         eos_token=tokenizer.eos_token or "",
         shares_prefixes=False,
@@ -362,8 +361,10 @@ def _tokenizer_folder(folder: str, tokenizer: Any) -> str:
     return str(cached_folder(name, tokenizer.save_pretrained))
 
 
-def _end_tokens(model: PreTrainedModel, tokenizer: Any) -> tuple[int, ...]:
-    ends: set[int] = set()
+def _end_tokens(model: PreTrainedModel, tokenizer: Any, tool_format: str) -> tuple[int, ...]:
+    """Returns the end tokens of a model, and the control tokens that end its turns with calls."""
+    added = tokenizer.get_added_vocab()
+    ends = {added[end] for end in (TOOL_FORMATS[tool_format].ends if tool_format else ()) if end in added}
     for source in (model.generation_config, model.config, model.config.get_text_config(), tokenizer):
         found = getattr(source, "eos_token_id", None)
         ends.update([] if found is None else found if isinstance(found, list | tuple) else [found])

@@ -271,6 +271,9 @@ class ModelConfig(Section):
     """
     context_length: Int64 = Field(0, ge=0)
     """Maximum length of a prompt and its completion together, in tokens. 0: the maximum of the model."""
+    tool_format: str = "auto"
+    """Syntax of tool calls, such as `hermes`: docs/models.md lists them. `auto`: the one that reads the calls that the
+    chat template writes, found by a trial at load."""
     activation_checkpointing: bool = False
     """Compute the activations of each layer again in the backward pass instead of keeping them. Long conversations need
     much less memory, and learning takes about a third longer. The gradients are the same."""

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from agentjet.errors import ContextOverflow, InvalidRequest
 from agentjet.rendering import Renderer
-from agentjet.rendering.renderer import MARKERS
+from agentjet.rendering.formats import MARKERS, THINK
 from agentjet.swarm.batches import Answered
 from agentjet.swarm.journal import RecordedCall
 from agentjet.timeline import ConversationTree, Match
@@ -75,7 +75,7 @@ def prepare_prompt(
     else:
         with_reasoning = renderer.keeps_reasoning(conversation)
         found = {
-            i: _sampled_body(renderer, tree, call, conversation, keeps_reasoning=i in with_reasoning)
+            i: _sampled_body(renderer, tree, call, conversation, i, keeps_reasoning=i in with_reasoning)
             for i, call in known.items()
         }
     bodies = {i: renderer.generation_tail + body for i, body in found.items() if body is not None}
@@ -108,7 +108,13 @@ def _prompt(
 
 
 def _sampled_body(
-    renderer: Renderer, tree: ConversationTree, call: Call, conversation: Conversation, *, keeps_reasoning: bool
+    renderer: Renderer,
+    tree: ConversationTree,
+    call: Call,
+    conversation: Conversation,
+    at: int,
+    *,
+    keeps_reasoning: bool,
 ) -> bytes | None:
     """Returns the sampled bytes of a turn as a deployment would feed them, or None if the template does.
 
@@ -117,8 +123,11 @@ def _sampled_body(
     """
     sampled = tree.encoded_completion(call.id)
     if not keeps_reasoning:
-        thinks = renderer.reasons and renderer.closes_reasoning(sampled)
-        if call.response.reasoning or thinks or renderer.generation_tail:
+        thinks = renderer.closes_reasoning(sampled)
+        has_block = thinks or bool(renderer.generation_tail)
+        if call.response.reasoning or (
+            has_block and not renderer.writes_start(conversation, at, renderer.generation_tail + sampled)
+        ):
             return None
     if call.finish_reason == "length" or renderer.strip_end_token(sampled) != sampled:
         return sampled
@@ -273,7 +282,11 @@ class CompletionParser:
         """Offset of the reasoning in the text. Valid once some of it was sent."""
         self._content_at = 0
         """Offset of the content in the text. Valid once some of it was sent."""
-        self._holds_rest = False
+        reasoning = renderer.style.reasoning
+        self._holds_rest = self._tool_format not in ("", "hermes", "mistral", "llama3") or reasoning not in (
+            None,
+            THINK,
+        )
         """True if the rest of the text may belong to a tool call. It is then sent with the final message only."""
         self._shown_tokens = 0
         self._worker_reason: FinishReason | None = None

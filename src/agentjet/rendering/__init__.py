@@ -1,5 +1,6 @@
 """Messages to tokens and back: tokenizer, chat template, grammars, and the parser of completions. Imports no torch."""
 
-from agentjet.rendering.renderer import Renderer, template_for
+from agentjet.rendering.chat_template import template_for
+from agentjet.rendering.renderer import Renderer
 
 __all__ = ["Renderer", "template_for"]

@@ -38,7 +38,7 @@ from weakref import WeakValueDictionary
 from llguidance import LLMatcher, LLTokenizer
 
 from agentjet.errors import InvalidRequest, Unavailable
-from agentjet.rendering.renderer import TOOL_FORMATS, OutputStyle, ToolFormat
+from agentjet.rendering.formats import TOOL_FORMATS, OutputStyle, ToolFormat
 from agentjet.types import ANY_ANSWER, Constraint
 
 # ---- grammars --------------------------------------------------------------------------------------------------------
@@ -99,14 +99,23 @@ class _Grammar:
 
     @property
     def _format(self) -> ToolFormat:
-        return TOOL_FORMATS[self._style.tool_format]
+        form = TOOL_FORMATS[self._style.tool_format]
+        if self._style.tool_format not in ("hermes", "mistral", "llama3"):
+            raise InvalidRequest(f"calls cannot be forced in the format {self._style.tool_format}", param="tools")
+        return form
+
+    @property
+    def _is_list(self) -> bool:
+        return bool(self._format.opening)
 
     def written(self, body: str) -> str:
         """Returns the grammar text: optional reasoning, then `body`."""
         start = "body"
-        if self._style.reasons:
-            closed = f"{self._up_to('</think>', 'thought')} BREAKS?"
-            start = f"{closed} body" if self._style.in_reasoning else f"({self._literal('<think>')} {closed})? body"
+        if reasoning := self._style.reasoning:
+            closed = f"{self._up_to(reasoning.closing, 'thought')} BREAKS?"
+            start = (
+                f"{closed} body" if self._style.in_reasoning else f"({self._literal(reasoning.opening)} {closed})? body"
+            )
             self._rules["BREAKS"] = r"/\n{1,2}/"
         rules = {"start": start, "body": body, **self._rules, "TEXT": r"/(.|\n)+/"}
         written = "".join(f"{name}: {rule}\n" for name, rule in rules.items())
@@ -127,32 +136,33 @@ class _Grammar:
     def calls(self, functions: Sequence[_Function], parallel: bool) -> str:
         """Returns an expression for tool calls without other text."""
         block = self._block(functions, parallel)
-        if not self._format.opening:
+        if not self._format.marker:
             return block
-        call = f"{self._literal(self._format.opening)} {block}"
-        return call if self._format.listed or not parallel else f'{call} ("\\n" {call})*'
+        call = f"{self._literal(self._format.marker)} {block}"
+        return call if self._is_list or not parallel else f'{call} ("\\n" {call})*'
 
     def text_with_calls(self, functions: Sequence[_Function], parallel: bool) -> str:
         """Returns an expression for free text in which every call is well-formed."""
         block = self._block(functions, parallel)
-        if not self._format.opening:
+        if not self._format.marker:
             self._rules["PROSE"] = r"/\s*[^\s{\[](.|\n)*/"
             return f"({block} | PROSE)?"
-        call = f"{self._up_to(self._format.opening, 'announced')} {block}"
-        return f"(TEXT | {call})?" if self._format.listed or not parallel else f"({call})* TEXT?"
+        call = f"{self._up_to(self._format.marker, 'announced')} {block}"
+        return f"(TEXT | {call})?" if self._is_list or not parallel else f"({call})* TEXT?"
 
     def _block(self, functions: Sequence[_Function], parallel: bool) -> str:
         """Returns an expression for the text after the opening."""
+        key = "parameters" if self._style.tool_format == "llama3" else "arguments"
         for function in functions:
-            head = json.dumps({"name": function.name}, ensure_ascii=False)[:-1] + f', "{self._format.arguments}": '
+            head = json.dumps({"name": function.name}, ensure_ascii=False)[:-1] + f', "{key}": '
             arguments = self.json(f"arguments_{function.index}", function.schema)
             self._rules[f"call_{function.index}"] = f'{_quoted(head)} {arguments} "}}"'
         self._rules["call"] = " | ".join(f"call_{function.index}" for function in functions)
-        if self._format.listed:
+        if self._is_list:
             more = ' (", " call)*' if parallel else ""
             return f'"[" call{more} "]"'
-        if self._format.closing:
-            return f'"\\n" call "\\n" {self._literal(self._format.closing)}'
+        if self._format.marker:
+            return f'"\\n" call "\\n" {self._literal("</tool_call>")}'
         return "call"
 
     def _literal(self, literal: str) -> str:

@@ -17,7 +17,7 @@ import codecs
 import json
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -60,8 +60,8 @@ class ControlToken:
 class Vocabulary:
     """Encodes text without control tokens, and maps every token to its bytes."""
 
-    def __init__(self, folder: Path | str, *, visible: Collection[str] = ()) -> None:
-        """Special tokens are hidden, except those with a literal in `visible`.
+    def __init__(self, folder: Path | str) -> None:
+        """Special tokens are hidden, until `display` shows some.
 
         Raises `ConfigError` if `tokenizer.json` is missing or does not map text to tokens and back without loss.
         """
@@ -72,9 +72,7 @@ class Vocabulary:
             raise ConfigError(f"cannot read the tokenizer {path}: {error}") from error
         added = full.get_added_tokens_decoder()
         self.control = {
-            id_: ControlToken(
-                id_, token.content, token.special and token.content not in visible, token.lstrip, token.rstrip
-            )
+            id_: ControlToken(id_, token.content, token.special, token.lstrip, token.rstrip)
             for id_, token in added.items()
             if token.content.strip()
         }
@@ -89,6 +87,12 @@ class Vocabulary:
         self.opening = b"".join(map(escape, _opening(full)))
         """Encoded text that the tokenizer puts before a text: a begin-of-text token or nothing."""
         self._refuse_lossy(path)
+
+    def display(self, texts: Collection[str], *, but: Collection[int]) -> None:
+        """Shows the special tokens in `texts`, except the tokens `but`."""
+        for id_, token in self.control.items():
+            if token.hidden and id_ not in but and any(token.literal in text for text in texts):
+                self.control[id_] = replace(token, hidden=False)
 
     @cached_property
     def _byte_ids(self) -> dict[int, int]:

@@ -66,9 +66,8 @@ from agentjet.server.run_policies import RunPolicies
 from agentjet.swarm import EpisodeRecord, Journal
 from agentjet.swarm.episodes import FIRST_STEPS, Queries, Refill, Silence
 from agentjet.swarm.facts import AdvantageHook, Members
-from agentjet.swarm.origin import policies_of
 from agentjet.swarm.state import Group
-from agentjet.types import JOURNAL, EpisodeFilter, Message, beginning
+from agentjet.types import JOURNAL, SOLE_POLICY, EpisodeFilter, Message, beginning
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -253,16 +252,17 @@ class RunReader:
 
     def _recorded_status(self, journal: Journal) -> StatusResponse:
         queries, origin = _recorded(journal), journal.origin
-        name, uniform = str(origin.get("model.name", "")), variance_facts(queries)
+        sole, uniform = {} if origin.named else origin.of(SOLE_POLICY), variance_facts(queries)
+        name = str(sole.get("model.name", ""))
         return StatusResponse(
             **status_of(queries),
             zero_variance=None if uniform is None else zero_variance(uniform, journal),
             state="offline",
             waiting_for=OFFLINE,
             run=self.name,
-            policies=policies_of(origin),
+            policies=origin.named,
             model=Path(name).name if Path(name).is_dir() else name,
-            model_weights=str(origin.get("model_weights", "")),
+            model_weights=str(sole.get("model_weights", "")),
             calls_active=0,
             clients={},
             unusable_checkpoints=[str(path) for path in self._checkpoints.unusable()],
@@ -354,7 +354,7 @@ def status_of(queries: Queries) -> dict[str, Any]:
     return {
         "version": __version__,
         "policy_version": queries.store.policy_version,
-        "branched_from": queries.branched_from,
+        "branched_from": queries.journal.origin.branched_from,
         "batch_size": job.batch_size,
         "group_size": job.group_size,
         "spare_episodes": job.spare_episodes,
@@ -386,7 +386,7 @@ def settings_of(journal: Journal) -> dict[str, Any]:
     except ConfigError:  # Other settings can be compared without the package of the run's recipe.
         held = None
     job = flatten(held.job.model_dump(mode="json"), "job.") if held is not None else ()
-    return {**journal.origin, **dict(job)}
+    return {**journal.origin.flattened(), **dict(job)}
 
 
 # ---- health ----------------------------------------------------------------------------------------------------------

@@ -42,7 +42,6 @@ from agentjet.protocol import (
 from agentjet.swarm import EpisodeRecord, Journal
 from agentjet.swarm.facts import Advantages, Members, is_uniform
 from agentjet.swarm.journal import BatchRecord, unpack_sets
-from agentjet.swarm.origin import policies_of
 from agentjet.timeline.forest import num_members
 from agentjet.types import ESCAPE, ESCAPED_BYTE, SOLE_POLICY, Call, GroupState, Message
 
@@ -209,7 +208,7 @@ def batch(journal: Journal, batch_id: int) -> Unfinished[BatchView]:
     if not newest or newest[0].id != batch_id:
         raise NotFound(f"There is no batch {batch_id} in this run.", code="batch_not_found")
     record, before = newest[0], newest[1] if len(newest) > 1 else None
-    groups, policies = journal.members_of(record.groups), policies_of(journal.origin)
+    groups, policies = journal.members_of(record.groups), journal.origin.named
     uniform = [_is_uniform(journal, members, policies) for members in groups]
     dropped = _lost_episodes(journal, record, before)
 
@@ -323,7 +322,7 @@ def members_with_recipe(
     """The members of a batch, with the recipe of the job it was composed with. A note if members are gone."""
     if sum(map(len, groups)) < sum(map(len, record.groups)):
         return Advantages({}, "the journal no longer has all episodes of the batch")
-    return Members(groups, policies_of(journal.origin), record.job.get("recipe"), journal.stored_batch(record.id))
+    return Members(groups, journal.origin.named, record.job.get("recipe"), journal.stored_batch(record.id))
 
 
 def _advantage(found: Advantages, episode: EpisodeRecord) -> dict[str, Any]:

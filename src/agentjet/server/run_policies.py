@@ -50,7 +50,6 @@ from agentjet.rendering import Renderer
 from agentjet.server.checkpoints import CheckpointStore, combined_stamp, flush, policy_folders, remove_old_exports
 from agentjet.server.monitoring import Activity, divergence, emit_event, work_text
 from agentjet.swarm import Journal, SwarmState
-from agentjet.swarm.origin import of_policy, policies_of
 from agentjet.types import (
     JOURNAL,
     SOLE_POLICY,
@@ -627,7 +626,7 @@ def find_source(run_folder: Path, model: ModelConfig) -> tuple[Path, ModelConfig
         )
     with closing(Journal.open_read_only(folder / JOURNAL)) as journal:
         origin = journal.origin
-    policies = policies_of(origin)
+    policies = origin.named
     policy = wanted.policy or SOLE_POLICY
     if policy not in (policies or (SOLE_POLICY,)):
         names = (
@@ -639,7 +638,7 @@ def find_source(run_folder: Path, model: ModelConfig) -> tuple[Path, ModelConfig
         checkpoint = policy_folders(store.path(store.find(wanted.version)))[policy]
     except CheckpointError as error:
         raise ConfigError(f"{start}: {error}") from None
-    own = of_policy(origin, policy)
+    own = origin.of(policy)
     lora = {key: own[f"model.lora.{key}"] for key in ("rank", "alpha", "target_modules") if f"model.lora.{key}" in own}
     settings = {"name": own["model.name"], "dtype": own["model.dtype"], "lora": LoraConfig.model_validate(lora)}
     return checkpoint, resolved(folder, model.model_copy(update=settings))

@@ -23,7 +23,6 @@ from agentjet.protocol import SftRequest
 from agentjet.swarm import facts
 from agentjet.swarm.groups import STALE, SURPLUS, GroupRules
 from agentjet.swarm.journal import Journal, RecordedCall, encode_call
-from agentjet.swarm.origin import of_policy
 from agentjet.swarm.places import RETRY_SECONDS
 from agentjet.swarm.state import RECENT_STEPS, Batch, EpisodeRecord, Group, State, Store, new_episode_id
 from agentjet.timeline.batch import TrainingBatch
@@ -382,7 +381,7 @@ def check_state_origin(journal: Journal, policy: str, state: Mapping[str, Any]) 
     """Raises `ConfigError` if the state of a policy's checkpoint has another origin than the journal, as far as both
     record it.
     """
-    origin = of_policy(journal.origin, policy)
+    origin = journal.origin.of(policy)
     recorded = {"model_weights": origin.get("model_weights"), "dtype": origin.get("model.dtype")}
     if "model.lora.rank" in origin:
         recorded["adapters"] = bool(origin["model.lora.rank"])

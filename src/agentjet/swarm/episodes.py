@@ -39,11 +39,11 @@ from agentjet.swarm.batches import Answered, Batches, Committed, compose_demonst
 from agentjet.swarm.facts import load_trees, turns_of
 from agentjet.swarm.groups import HAS_STEPS, REPLACED, STALLED, AnsweredRollout, GroupRules, Undecided
 from agentjet.swarm.journal import Journal, encode_call
-from agentjet.swarm.origin import BRANCHED_FROM, of_worker, policies_of
+from agentjet.swarm.origin import of_worker
 from agentjet.swarm.places import RETRY_SECONDS, Mixture, Places
 from agentjet.swarm.state import EpisodeRecord, Group, Host, JobSettings, Leases, Store, new_episode_id
 from agentjet.timeline.tree import ConversationTree
-from agentjet.types import MAX_NAME, Call, ModelInfo, metrics_prefix, wrong_reward_name
+from agentjet.types import MAX_NAME, Call, ModelInfo, wrong_reward_name
 
 MAX_NOTES = 64
 """Different notes, and different refusals, that are counted apart on one episode."""
@@ -92,7 +92,7 @@ class SwarmState(Store):
 
         Raises `ConfigError` if the weights would differ.
         """
-        self.journal.check_origin(of_worker(info, metrics_prefix(policy, self.policies)))
+        self.journal.check_origin(policy, of_worker(info))
 
     def record_origin(self) -> None:
         """Store the checked origins, because the workers and the newest checkpoint agree with them."""
@@ -574,7 +574,7 @@ class Queries:
 
         Raises `ConfigError` if the job settings can no longer be read, or if the run never started.
         """
-        store = Store(journal, clock, policies_of(journal.origin))
+        store = Store(journal, clock, journal.origin.named)
         if store.settings is None:
             raise ConfigError(f"{journal.path} is empty: its server never started")
         leases, mixture = Leases(clock, lambda: 0.0), Mixture(store, clock)
@@ -661,11 +661,6 @@ class Queries:
         settings = self.store.settings
         assert settings is not None, "job settings are stored before they are used"
         return settings
-
-    @property
-    def branched_from(self) -> str:
-        """`DATA_DIR@VERSION` of the run that this one began at; empty unless it is a branch."""
-        return str(self.journal.origin.get(BRANCHED_FROM, ""))
 
     def holding(self) -> dict[str, int]:
         """Number of live episodes of each client."""

@@ -35,7 +35,7 @@ from agentjet.protocol.records import EpisodeQuery
 from agentjet.recipes.rollout import TaskStats
 from agentjet.swarm import origin
 from agentjet.swarm.journal_file import JournalFile
-from agentjet.swarm.origin import BRANCHED_FROM, Origin
+from agentjet.swarm.origin import Origin, PolicyOrigin
 from agentjet.swarm.state import (
     NOT_NEEDED,
     Batch,
@@ -206,7 +206,7 @@ class Journal:
     def __init__(self, file: JournalFile) -> None:
         self.file = file
         self.path = file.path
-        self._checked_origin: Origin = {}
+        self._checked_origins: dict[str, PolicyOrigin] = {}
 
     @classmethod
     def open(cls, path: Path, *, models: Mapping[str, ModelConfig] | None = None) -> Self:
@@ -221,9 +221,10 @@ class Journal:
         try:
             if journal.is_unused:
                 journal.file.db.execute("DELETE FROM meta WHERE key = 'origin'")
-            elif journal.origin:  # Recorded before the first call. Without one, no policy was ever up.
+            elif journal.origin.policies:  # Recorded before the first call. Without one, no policy was ever up.
                 origin.check_policies(journal.origin, origin.named_policies(models), path.parent)
-            journal.check_origin(origin.of_settings(models))
+            for policy, model in models.items():
+                journal.check_origin(policy, origin.of_settings(model))
         except (ConfigError, sqlite3.Error):
             journal.close()
             raise
@@ -253,13 +254,12 @@ class Journal:
 
     @property
     def origin(self) -> Origin:
-        recorded: dict[str, str | int] = json.loads(self.file.meta("origin", "{}"))
-        return recorded
+        return Origin.from_json(self.file.meta("origin", "{}"))
 
     @property
     def is_unused(self) -> bool:
         """True before the first episode. The origin may still change, because a setting may have been mistyped."""
-        return not self.num_episodes and BRANCHED_FROM not in self.origin
+        return not self.num_episodes and not self.origin.branched_from
 
     @property
     def is_empty(self) -> bool:
@@ -279,16 +279,16 @@ class Journal:
 
     def branch(self, recorded: Origin, branched_from: str) -> None:
         """Start a new journal with the origin of another one, and record which one."""
-        self.file.set_meta("origin", to_json({**recorded, BRANCHED_FROM: branched_from}))
+        self.file.set_meta("origin", Origin(recorded.policies, branched_from).to_json())
 
-    def check_origin(self, given: Origin) -> None:
-        """Raises `ConfigError` if a part of the origin differs from the recorded one."""
-        origin.check(self.origin, given, self.path.parent)
-        self._checked_origin = {**self._checked_origin, **given}
+    def check_origin(self, policy: str, given: PolicyOrigin) -> None:
+        """Raises `ConfigError` if a part of a policy's origin differs from the recorded one."""
+        origin.check(self.origin, policy, given, self.path.parent)
+        self._checked_origins[policy] = {**self._checked_origins.get(policy, {}), **given}
 
     def record_origin(self) -> None:
         """Store the checked origin, because the policies were loaded with it."""
-        self.file.set_meta("origin", to_json({**self.origin, **self._checked_origin}))
+        self.file.set_meta("origin", self.origin.with_policies(self._checked_origins).to_json())
 
     def control_tokens(self) -> dict[str, dict[int, str]]:
         """The names of control tokens by policy; empty before the policies were up once."""

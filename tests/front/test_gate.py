@@ -1,6 +1,6 @@
 """The gate: calls that are refused, or wait while it drains.
 
-Held calls: `test_training.py`; cancelled ones: `tests/server/test_dialects.py`.
+Held calls: `tests/server/test_training.py`; cancelled ones: `tests/server/test_dialects.py`.
 """
 
 from __future__ import annotations
