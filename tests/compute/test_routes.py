@@ -5,7 +5,8 @@
 2. the sampler reports the routes of every computed token once: prompts, cached and copied prefixes, branches, rows;
 3. trees, rows and micro-batches of any size, with activations computed again or not, repeat the same choices;
 4. in bfloat16 the learner makes other choices, and none with repeated ones: after a checkpoint and an export, too;
-5. the reference and a teacher choose their experts themselves, and a batch of another model's routes is refused.
+5. the reference chooses its experts itself, and a batch of another model's routes is refused;
+6. a mixture keeps its trees in bfloat16.
 """
 
 from __future__ import annotations
@@ -280,6 +281,11 @@ def test_trees_and_rows_repeat_the_same_choices(kind: str, recomputed: bool, mix
                 hidden, gradient = hidden_of(policy, own_pass, forest, max_tokens)
                 assert torch.allclose(hidden, expected, rtol=0, atol=exact[0])
                 assert (gradient - wanted).norm() <= exact[1] * wanted.norm()
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "deepseek_v3"])
+def test_rounding_in_routers_does_not_cost_the_trees(kind: str, tmp_path: Path) -> None:
+    assert bench.load(bench.make_mixture(tmp_path / "model", kind), "bfloat16").learns_forests
 
 
 LOSS = LossSpec.of(JobConfig(recipe=policy_gradient()))
