@@ -73,7 +73,8 @@ class Samplers:
         *,
         has_served: bool = False,
     ) -> None:
-        """Starts the replicas. Raises `ConfigError` without an interpreter for them. See `Fleet`."""
+        """Starts the replicas. Raises `ConfigError` without an interpreter for them, or for routes. See `Fleet`."""
+        check_routes(model)
         self.info: asyncio.Future[ModelInfo] = asyncio.get_running_loop().create_future()
         """The loaded model. Replicas start at once and wait for it."""
         self.meter = StepMeter()
@@ -431,6 +432,15 @@ def sampler_python(settings: ComputeConfig) -> str:
     if shutil.which(python) is None and not settings.address:
         raise ConfigError(f"{python} is not a program. {_way_out(python)}")
     return python
+
+
+def check_routes(model: ModelConfig) -> None:
+    """Raises `ConfigError` if replicas are to report the routes of experts."""
+    if model.expert_routes == "on":
+        raise ConfigError(
+            "model.expert_routes = 'on': vLLM reports the routes of experts with its second model runner only, which "
+            "cannot follow grammars, top_p and top_k as replicas do: set it to 'auto', or compute.backend to 'embedded'"
+        )
 
 
 def _way_out(python: str) -> str:

@@ -284,7 +284,7 @@ class ModelConfig(Section):
     expert_routes: Literal["auto", "on", "off"] = "auto"
     """Routing replay for models with experts: sampling records the chosen experts of each token, and learning repeats
     the choice. `auto`: on, until two batches have shown that the learner chooses otherwise in at most 0.1 % of cases;
-    with vLLM on GPUs only. If the routes of a model cannot be recorded, the log has the reason."""
+    off with replicas. If the routes of a model cannot be recorded, the log has the reason."""
     threads: Int64 = Field(0, ge=0, le=1024)
     """CPU threads of the worker. 0: all cores. Replays are bit-equal only with the same number of threads."""
     lora: LoraConfig = LoraConfig()

@@ -66,8 +66,6 @@ CONNECT_SECONDS = 10.0
 DEATH_SECONDS = 0.5
 """Time between two looks at whether vLLM is dead."""
 RECEIVE_BYTES = 1 << 20
-ROUTES = "enable_return_routed_experts"
-"""Setting of vLLM from 0.21 on, which has not run with this module."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +77,6 @@ class Delta:
     support: list[bytes]
     versions: list[int]
     ended: bool
-    routes: NDArray[np.int16] | None = None
-    """Routes of all tokens but the last, with the last token; None if they are not known."""
 
 
 class Sets:
@@ -191,11 +187,9 @@ class VllmEngine:
                 sets = Sets(listener.accept()[0])  # vLLM's worker connects while it starts.
             except Exception as error:  # Boundary: vLLM raises many kinds.
                 cause = _innermost(error)
-                way_out = "compute.backend = 'embedded' holds every model of transformers"
-                if settings.get(ROUTES):
-                    way_out = f"model.expert_routes = 'off' starts it without {ROUTES}; {way_out}"
                 raise ConfigError(
-                    f"model.name = {model.name!r}: vLLM cannot hold the model with these settings ({cause}). {way_out}"
+                    f"model.name = {model.name!r}: vLLM cannot hold the model with these settings ({cause}). "
+                    "compute.backend = 'embedded' holds every model of transformers"
                 ) from error
         return cls(engine, info, sets, settings["max_model_len"], keeps_base=bool(settings.get("enable_lora")))
 
@@ -260,11 +254,7 @@ class VllmEngine:
                 starts = self._version_starts(name, completion if output.finished else None)
                 versions = [_version_at(starts, position + i) for i in range(len(new))]
                 position += len(new)
-                routes = None
-                if output.finished and params.routes_from is not None and len(starts) == 1:
-                    # vLLM has the routes of a token's last computation: of other weights if these changed since.
-                    routes = self._routes(output, len(tokens) + position)
-                yield Delta(new, logprobs, support, versions, output.finished, routes)
+                yield Delta(new, logprobs, support, versions, output.finished)
         finally:
             self._sets.end(id)
 
@@ -361,15 +351,6 @@ class VllmEngine:
         found: list[tuple[str, int]] = known.request_states[id].weight_version_starts
         return found
 
-    def _routes(self, output: Any, length: int) -> NDArray[np.int16] | None:
-        """Returns the routes of a finished request, of the layers that have routers. Never run: see the module."""
-        shape, (completion,) = self._info.routes, output.outputs
-        found = [getattr(output, "prompt_routed_experts", None), getattr(completion, "routed_experts", None)]
-        parts = [np.asarray(part) for part in found if part is not None]
-        if shape is None or not parts or sum(map(len, parts)) < length - 1:
-            return None
-        return np.concatenate(parts)[: length - 1, list(shape.layers), : shape.choices].astype(np.int16)
-
     def _check_tokens(self, tokens: NDArray[np.int32]) -> None:
         if not len(tokens) or tokens.min() < 0 or tokens.max() >= self.vocabulary:
             raise ComputeError(f"a prompt needs token ids between 0 and {self.vocabulary - 1}")
@@ -402,7 +383,6 @@ def engine_settings(
 ) -> dict[str, Any]:
     """Returns arguments of vLLM's engine: those that do not depend on how a replica uses it."""
     from transformers import AutoConfig
-    from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
 
     folder = _model_folder(model)
@@ -433,11 +413,6 @@ def engine_settings(
     if compute.colocated and not current_platform.is_cpu():
         # Memory is that of the blocks. vLLM would want its share of what the ranks use, too.
         settings |= {"enable_sleep_mode": True, "kv_cache_memory_bytes": KV_BYTES, "gpu_memory_utilization": 0.01}
-    if info.routes is not None and (model.expert_routes == "on" or not current_platform.is_cpu()):
-        if ROUTES in AsyncEngineArgs.__dataclass_fields__:
-            settings[ROUTES] = True
-        else:
-            log.warning("this vLLM cannot report the routes of experts: they are not recorded")
     if current_platform.is_cpu():
         settings |= {
             "enforce_eager": True,

@@ -31,7 +31,6 @@ from agentjet.config import ComputeConfig, ModelConfig, SamplerConfig
 from agentjet.errors import AgentJetError, ComputeError, ConfigError, WorkerDied
 from agentjet.processes.guardian import places
 from agentjet.processes.rpc import Answer, Link, ProcessRequest, answering
-from agentjet.timeline.routes import Routes
 from agentjet.types import FinishReason, ModelInfo, Sampled, SamplingParams, TokenScore
 
 if TYPE_CHECKING:
@@ -60,8 +59,6 @@ class Completion:
     logprobs: list[float] = field(default_factory=list)
     support: list[bytes] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    routes: NDArray[np.int16] | None = None
-    """Routes of prompt and completion, which come with the last token."""
     num_sampled: int = 0
     since: float = 0.0
     """Time of the first token that is not sent yet."""
@@ -78,7 +75,6 @@ class Completion:
         self.logprobs += delta.logprobs
         self.support += delta.support
         self.versions += delta.versions
-        self.routes = delta.routes
 
     def is_due(self) -> bool:
         """Returns whether a piece must be sent."""
@@ -100,15 +96,8 @@ class Completion:
             part = slice(start, start := min(stop, start + size))
             support = tuple(self.support[part]) if any(self.support[part]) else ()
             last = reason if start == count else None
-            routes = self._packed_routes(version) if last is not None else b""
-            yield Sampled(tuple(self.tokens[part]), tuple(self.logprobs[part]), version, last, support, routes)
+            yield Sampled(tuple(self.tokens[part]), tuple(self.logprobs[part]), version, last, support)
         self.tokens, self.logprobs, self.support, self.versions = [], [], [], []
-
-    def _packed_routes(self, version: int) -> bytes:
-        first, routes = self.params.routes_from, self.routes
-        if first is None or routes is None:
-            return b""
-        return Routes(first, version, routes[first:]).pack(int(routes.max(initial=0)) + 1)
 
 
 class Outbox:
