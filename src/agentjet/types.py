@@ -247,6 +247,8 @@ class SamplingParams:
     seed: int = 0
     piece_tokens: int = 1
     grammar: str = ""
+    routes_from: int | None = None
+    """Position in the prompt from which routes are reported; None for none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,6 +264,8 @@ class Sampled:
     finish_reason: FinishReason | None = None
     support: tuple[bytes, ...] = ()
     """Support set of each token, encoded by `timeline.forest`. Empty if each is the whole vocabulary."""
+    routes: bytes = b""
+    """Routes of the tokens that were computed since the last piece, packed by `timeline.routes`."""
 
 
 JOURNAL = "journal.sqlite"
@@ -375,6 +379,17 @@ class TokenScore:
 
 
 @dataclass(frozen=True, slots=True)
+class RouteShape:
+    """The sizes of the routes of a model with experts."""
+
+    layers: tuple[int, ...]
+    """The layer of each router."""
+    choices: int
+    """Experts that a router chooses for a token."""
+    experts: int
+
+
+@dataclass(frozen=True, slots=True)
 class ModelInfo:
     """The facts that the gateway needs about a model."""
 
@@ -396,6 +411,8 @@ class ModelInfo:
     tool_format: str = ""
     weights: str = ""
     """Fingerprint of the weights of version 0. Empty if the backend computes none."""
+    routes: RouteShape | None = None
+    """The sizes of its routes; None if they are not recorded."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,8 @@ from agentjet.config import ComputeConfig, ModelConfig, SamplerConfig
 from agentjet.errors import AgentJetError, ComputeError, GrammarError, OutOfCache
 from agentjet.processes.rpc import Answer, Link, ProcessRequest
 from agentjet.timeline.forest import encode_set
-from agentjet.types import FinishReason, ModelInfo, PolicyId, Sampled, SamplingParams, TokenScore
+from agentjet.timeline.routes import Routes, unpack
+from agentjet.types import FinishReason, ModelInfo, PolicyId, RouteShape, Sampled, SamplingParams, TokenScore
 
 ROOT = Path(__file__).parents[2]
 COMMAND = (sys.executable, str(Path(__file__)))
@@ -73,6 +74,8 @@ class Hooks:
     """A token that kills the process when it is part of a prompt."""
     lies: tuple[int, ...] = ()
     """Versions that it claims and does not load: its probe and its tokens are those of the version before."""
+    routes: str = ""
+    """A fault of all routes that it reports: `stale` version, `wide` experts, or a `repeated` token."""
     step_seconds: float = 0.0
     """Time of a step, which samples one token of every running completion."""
     adopt_seconds: float = 0.0
@@ -124,6 +127,14 @@ def mistakes(
             context += _bytes([token])
             position += 1
     reasons = [piece.finish_reason for piece in pieces]
+    if params.routes_from is not None:
+        known = params.routes_from
+        for routes in (one for piece in pieces for one in unpack(piece.routes)):
+            if routes.first != known or (routes.choices != routes.version % ROUTES.experts).any():
+                return [f"routes from {routes.first} of version {routes.version} after {known}"]
+            known = routes.stop
+        if known != len(prompt) + position - 1:
+            return [f"routes of {known} of {len(prompt) + position} tokens"]
     if any(reasons[:-1]) or not reasons or reasons[-1] is None:
         return [f"finish reasons {reasons}"]
     if position > params.max_tokens or (position < params.max_tokens) != (reasons[-1] == "stop"):
@@ -157,6 +168,7 @@ class _Completion:
     since: float = 0.0
     """Time of the first of them."""
     logprobs: list[float] = field(default_factory=list)
+    num_routed: int = 0
 
 
 class FakeReplica:
@@ -239,7 +251,7 @@ class FakeReplica:
             raise OutOfCache(f"{len(tokens)} prompt tokens + max_tokens = {params.max_tokens} exceed the context")
         if params.grammar == "bad":
             raise GrammarError("the sampler cannot follow the grammar")
-        self._running.append(_Completion(id, _bytes(tokens), params))
+        self._running.append(_Completion(id, _bytes(tokens), params, num_routed=params.routes_from or 0))
 
     def _cancel(self, id: int) -> None:
         self._pass("cancel")
@@ -276,9 +288,20 @@ class FakeReplica:
         assert self._version is not None
         support = tuple(_support(token, completion.params) for token in completion.tokens)
         piece = Sampled(tuple(completion.tokens), tuple(completion.logprobs), self._version, reason)
-        self._link.send([(completion.id, replace(piece, support=support if any(support) else ()))])
+        piece = replace(piece, support=support if any(support) else (), routes=self._routes(completion))
+        self._link.send([(completion.id, piece)])
         completion.tokens, completion.logprobs = [], []
         self._pass("sent")
+
+    def _routes(self, completion: _Completion) -> bytes:
+        """Returns the routes of the tokens before the last one: the number of the version, as experts."""
+        if completion.params.routes_from is None:
+            return b""
+        fault, version, first = self._hooks.routes, self._weights, completion.num_routed
+        completion.num_routed = stop = len(completion.context) // np.int32().itemsize - 1
+        experts = ROUTES.experts if fault == "wide" else version % ROUTES.experts
+        choices = np.full((stop - first, len(ROUTES.layers), ROUTES.choices), experts, np.int16)
+        return Routes(first - (fault == "repeated"), version - (fault == "stale"), choices).pack(256)
 
 
 def _support(token: int, params: SamplingParams) -> bytes:
@@ -291,7 +314,8 @@ def _support(token: int, params: SamplingParams) -> bytes:
 
 
 POLICY = PolicyId()
-INFO = ModelInfo("fake", "", "", context_length=4096, end_tokens=(2,))
+ROUTES = RouteShape((0, 3), 1, 5)
+INFO = ModelInfo("fake", "", "", context_length=4096, end_tokens=(2,), routes=ROUTES)
 
 
 def fork_forever() -> None:

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -22,6 +22,8 @@ from agentjet.compute.rank import publish
 from agentjet.compute.weights import WeightsServer
 from agentjet.config import JobConfig, OptimizerConfig
 from agentjet.errors import CheckpointError, ConfigError, RecipeError
+from agentjet.timeline.batch import TrainingBatch
+from agentjet.timeline.forest import Forest
 from tests.compute.baseline import Double
 from tests.compute.conftest import make_policy
 from tests.compute.direct import learn_directly
@@ -89,6 +91,17 @@ def gradients_of_ranks(group: RankGroup, models: dict[str, Path], cases: dict[Ca
         with Double() if kind == "double" else nullcontext():
             found[kind, sharding] = gradients(PolicyLearner(policy_of(kind, models[kind]), group, sharding), batches)
     return found if group.rank == 0 else None
+
+
+def repeat_routes(group: RankGroup | None, folder: Path, forest: Forest) -> list[tuple[np.ndarray, dict[str, float]]]:
+    """The flat gradient and the metrics of a batch with routes, in both modes; without a group those of one learner."""
+    found = []
+    for sharding in ("gathered", "sharded") if group is not None else ("gathered",):
+        learner = PolicyLearner(make_policy(folder), group, cast(Sharding, sharding))
+        outputs = learner.forward_backward(TrainingBatch(0, forest), LossSpec.of(JobConfig()))
+        parts = [torch.zeros_like(m) if m.grad is None else m.grad for m in learner.masters()]
+        found.append((np.concatenate([whole(part).numpy().ravel() for part in parts]), dict(outputs.metrics)))
+    return found
 
 
 def gradients_of_one(kind: str, models: dict[str, Path], batches: tuple[int, ...]) -> Any:

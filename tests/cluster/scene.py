@@ -14,7 +14,7 @@ from agentjet.compute.samplers import Replicas, derived_seed
 from agentjet.config import SamplerConfig
 from agentjet.processes.rpc import Peer
 from agentjet.types import Sampled, SamplingParams
-from tests.cluster.fake_replica import POLICY, Hooks, mistakes, publication
+from tests.cluster.fake_replica import POLICY, ROUTES, Hooks, mistakes, publication
 from tests.cluster.nursery import ForkServer, Nursery, nursery
 
 PATIENCE = 30.0
@@ -37,6 +37,7 @@ class Scene:
         explain = lambda name: born.explain(name)  # noqa: E731
         self.replicas = Replicas(partial(Fleet, POLICY, self._start, count, limits, timeout=timeout, explain=explain))
         self.fleet = self.replicas.fleet
+        self.fleet.routes = ROUTES
 
     async def _start(self, name: str) -> Peer:
         """Starts a replica, and counts those that adopt at the same time."""
@@ -62,7 +63,7 @@ class Scene:
     async def complete(self, number: int = 0, *, max_tokens: int = 60, prompt: Sequence[int] = ()) -> list[Sampled]:
         """Returns the pieces of a right completion."""
         tokens = prompt or range(number, number + 70)
-        params = SamplingParams(max_tokens=max_tokens, seed=number, piece_tokens=4)
+        params = SamplingParams(max_tokens=max_tokens, seed=number, piece_tokens=4, routes_from=number % 9)
         pieces = [piece async for piece in self.replicas.sample(tokens, params)]
         assert mistakes(tokens, params, pieces, derived_seed) == []
         return pieces

@@ -8,13 +8,15 @@
 4. an exported folder and the published weights are the policy, adapters folded in; an adapter is published whole, also
    if each rank holds a part of it;
 5. what one rank cannot do fails on all of them, and none waits;
-6. an operation that fails on all ranks changes nothing.
+6. an operation that fails on all ranks changes nothing;
+7. two ranks repeat the routes of experts as one does, in both modes.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,7 @@ from tests.compute.architectures import make_architecture
 from tests.compute.baseline import relative
 from tests.compute.conftest import make_policy
 from tests.compute.test_locks import RECIPES
+from tests.compute.test_routes import forest_with_routes, make_mixture
 from tests.tiny import make_model
 
 ALL = tuple(range(len(RECIPES)))
@@ -106,6 +109,18 @@ def test_two_ranks_have_the_gradient_of_one(
 ) -> None:
     found = two_ranks[1][0][0]
     check_gradients(kind, found[kind, sharding], models, GRADIENTS[kind, sharding])
+
+
+def test_two_ranks_repeat_the_routes_of_one(tmp_path: Path) -> None:
+    folder = make_mixture(tmp_path / "mixture", "qwen3_moe")
+    forest = forest_with_routes(make_policy(folder))
+    [(expected, metrics)] = rank_cases.repeat_routes(None, folder, forest)
+    [(plain, _)] = rank_cases.repeat_routes(None, folder, replace(forest, routes=None))
+    for gradient, found in spawn(2, rank_cases.repeat_routes, folder, forest)[0]:
+        assert relative(torch.from_numpy(gradient), torch.from_numpy(expected)) <= 1e-6
+        assert relative(torch.from_numpy(gradient), torch.from_numpy(plain)) > 1e-2
+        assert found["moe/route_mismatch"] == pytest.approx(metrics["moe/route_mismatch"], rel=0.2)
+        assert found["policy/mismatch_kl_own_routes"] == pytest.approx(metrics["policy/mismatch_kl_own_routes"])
 
 
 @pytest.mark.thorough

@@ -49,6 +49,7 @@ FAULTS = [
     *(Hooks(fail=at) for at in ("suspend", "suspended")),
     Hooks(fail_from="adopt:2", fail_to="adopt:99"),
     Hooks(lies=(1,)),
+    *(Hooks(routes=fault) for fault in ("stale", "wide", "repeated")),
 ]
 
 

@@ -6,7 +6,8 @@
 4. it stays within the bounds;
 5. bounds are a number or a range; everything else is refused with an example.
 
-Also: the error that a log gives as the cause of a replica's end. It is the first one, without the wrapper.
+Also: replicas refuse to report routes of experts; and the error that a log gives as the cause of a replica's end. It
+is the first one, without the wrapper.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from agentjet.compute.samplers import FALL_SECONDS, RISE_SECONDS, Autoscaler, cause_of
-from agentjet.config import ComputeConfig
+from agentjet.compute.samplers import FALL_SECONDS, RISE_SECONDS, Autoscaler, cause_of, check_routes
+from agentjet.config import ComputeConfig, ModelConfig
+from agentjet.errors import ConfigError
 from agentjet.processes import guardian
 from agentjet.types import SamplerBounds
 
@@ -100,3 +102,10 @@ def test_cause(tmp_path: Path, lines: list[str], cause: str, monkeypatch: pytest
     monkeypatch.setattr(guardian, "LOG_END_BYTES", 3)
     assert cause_of(log, 0) == ""
     assert cause_of(tmp_path / "gone", 0) == ""
+
+
+def test_replicas_refuse_to_report_routes() -> None:
+    for setting in ("auto", "off"):
+        check_routes(ModelConfig(expert_routes=setting))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"model.expert_routes = 'on': .*second model runner.*set it to 'auto'"):
+        check_routes(ModelConfig(expert_routes="on"))

@@ -9,6 +9,7 @@ import json
 import os
 import sqlite3
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 from agentjet.errors import ConfigError, NotFound
 from agentjet.protocol import EpisodeQuery, EvaluationRequest
 from agentjet.swarm import Journal
+from agentjet.swarm.journal import encode_call
 from tests.fakes import recent_episodes
 from tests.swarm.world import World
 
@@ -170,3 +172,23 @@ def test_what_can_no_longer_be_read_is_not_replaced(world: World, recipe: dict[s
     [batch] = world.journal.batch_records(None, 1)
     assert world.journal.first_group(0) == batch.groups[0], "it needs no recipe"
     assert world.journal.newest_carry() == {"a": 0.5}
+
+
+def test_a_journal_without_routes_opens_and_gets_them(tmp_path: Path) -> None:
+    """The first journals of this schema have no column for them."""
+    with closing(World(tmp_path)) as world:
+        episode = world.begin()
+        world.call(episode, 7, 8)
+        path = world.journal.path
+    with closing(sqlite3.connect(path)) as db:
+        db.execute("ALTER TABLE calls DROP COLUMN routes")
+    with closing(Journal.open_read_only(path)) as journal:
+        assert journal.routes(episode.id) == {} and len(journal.calls(episode.id)) == 1
+    with closing(Journal.open(path)) as journal:
+        assert journal.routes(episode.id) == {}
+        [(call, suffix, completion)] = journal.calls(episode.id)
+        body = encode_call(call, suffix, completion)
+        journal.add_call(replace(call, id="second"), body, b"routes")
+        assert journal.routes(episode.id) == {"second": b"routes"}
+        sizes = dict(journal.file.db.execute("SELECT id, num_bytes FROM calls"))
+        assert sizes == {call.id: len(body), "second": len(body) + len(b"routes")}

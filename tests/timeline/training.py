@@ -29,6 +29,9 @@ class RecordedJournal:
     def context_lengths(self) -> dict[str, int]:
         return {}
 
+    def routes(self, episode_id: str) -> dict[str, bytes]:
+        return {}
+
     def orphans(self, episode_id: str) -> dict[str, OrphanReason]:
         return orphans([call for call, *_ in self.calls(episode_id)], self.record.undelivered)
 

@@ -29,6 +29,7 @@ from torch import Tensor
 from agentjet.compute.cached_states import StateRun, StateSlots
 from agentjet.compute.policy import CacheShape
 from agentjet.timeline.forest import common_prefix
+from agentjet.timeline.routes import Choices
 
 BLOCK = 128
 """Tokens of a block. Smaller blocks cost more merges of attention; larger ones waste more of each last block."""
@@ -58,6 +59,8 @@ class CacheRow:
     """Slots of stored states, by the number of tokens before."""
     stops: dict[int, bool] = field(default_factory=dict)
     """Numbers of tokens after which the state is stored; True if a later sequence is likely to start there."""
+    routes: Choices | None = None
+    """Experts [filled, routers, choices] of the tokens, if they are recorded."""
 
     @property
     def capacity(self) -> int:
@@ -75,6 +78,16 @@ class CacheRow:
     def append(self, token: int) -> None:
         self.tokens[self.length] = token
         self.length += 1
+
+    def add_routes(self, choices: Choices) -> None:
+        """Add the routes of the next tokens to be filled."""
+        stop = self.filled + len(choices)
+        if self.routes is None or len(self.routes) < stop:
+            grown = np.full((max(stop, self.capacity), *choices.shape[1:]), -1, choices.dtype)
+            if self.routes is not None:
+                grown[: len(self.routes)] = self.routes
+            self.routes = grown
+        self.routes[self.filled : stop] = choices
 
 
 class KeyValueCache:
@@ -309,6 +322,7 @@ class KeyValueCache:
             for stored in self.stored:
                 stored[:, new, :, part] = stored[:, old, :, part]
         target.filled, target.state = count, copy.deepcopy(source.state)
+        target.routes = None if source.routes is None else source.routes[:count].copy()
         if is_idle:
             self._idle[source] = None
 

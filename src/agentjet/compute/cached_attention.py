@@ -39,6 +39,7 @@ from agentjet.compute.attention import (
 from agentjet.compute.cache import BLOCK, CacheRow, KeyValueCache
 from agentjet.compute.cached_states import StepRecurrence
 from agentjet.compute.policy import KeySizes, Policy, first_line
+from agentjet.compute.routes import RoutePass, present_routes, routing
 from agentjet.timeline.forest import Row, build_forest
 
 log = logging.getLogger(__name__)
@@ -472,17 +473,21 @@ class _Graph:
         plan.fill([])
         stream: Any = cast(Any, torch.cuda).Stream()
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # Compiles attention and allocates workspaces, which a capture must not.
+        # Compiles attention and allocates workspaces, which a capture must not.
+        with torch.cuda.stream(stream), routing(None):
             for _ in range(2):
                 flat_forward(policy.decoder, plan.tokens, plan.positions, plan)
         torch.cuda.current_stream().wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
+        self._routes = RoutePass() if policy.records_routes else None
+        with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"), routing(self._routes):
             self._hidden = flat_forward(policy.decoder, plan.tokens, plan.positions, plan)
 
     def hidden(self, rows: Sequence[CacheRow]) -> Tensor:
         self._plan.fill([(row, 1) for row in rows])
         self._graph.replay()
+        if self._routes is not None and (present := present_routes()) is not None:
+            present.repeat(self._routes, len(rows))
         return self._hidden[: len(rows)]
 
 

@@ -32,7 +32,7 @@ from agentjet.config import SamplerConfig
 from agentjet.errors import AgentJetError, ComputeError, ConfigError, PolicyRemoved, WorkerDied, WorkerHung
 from agentjet.processes.rpc import Peer
 from agentjet.processes.supervisor import NotStarted, Watchdog
-from agentjet.types import PolicyId
+from agentjet.types import PolicyId, RouteShape
 
 BLOCK_TOKENS = 64
 """Prefixes are compared in blocks of this many tokens."""
@@ -54,6 +54,8 @@ class RoutedCompletion:
     """True if a cached prefix saves work."""
     sampled: list[int] = field(default_factory=list)
     """Tokens of the completion that were received."""
+    num_routed: int | None = None
+    """Tokens whose routes were received, or are not asked for; None for no routes."""
     losses: int = 0
     """Replicas in a row that it lost before they sent a token of it."""
     blame: int = 0
@@ -248,6 +250,8 @@ class Fleet:
         A replica that has work and is silent for `timeout` seconds is ended.
         """
         self.policy = policy
+        self.routes: RouteShape | None = None
+        """Those that replicas report, when the model is known."""
         self._changed = changed
         self.failed: asyncio.Future[WorkerDied] = asyncio.get_running_loop().create_future()
         """Done if no replica can be had."""

@@ -51,6 +51,7 @@ from agentjet.compute.model import decoder_layers
 from agentjet.compute.passes import Pass, Teacher, ValueModel, chunks, measured, pass_of, to_device
 from agentjet.compute.policy import Policy, merged_weights, summed
 from agentjet.compute.protocol import LossSpec, Outputs, means
+from agentjet.compute.routes import OWN_ROUTES_KL, ROUTE_MISMATCH
 from agentjet.config import OptimizerConfig
 from agentjet.errors import AgentJetError, ComputeError, ConfigError
 from agentjet.processes.rpc import host_and_port, listen
@@ -242,6 +243,10 @@ def interface_of(host: str) -> str:
 TOKENS_COMPUTED = "forest/tokens_computed"
 NOT_FINITE = "recipe/not_finite"
 """Sum over the tokens of a mini-batch; not a metric."""
+REPEATED = "moe/repeated"
+"""Number of repeated choices; not a metric."""
+ROUTES_MEASURED = 2
+"""Number of first batches with routes that are also computed without them, to see what repeating them changes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,6 +303,8 @@ class PolicyLearner:
         self._values: ValueModel | None = None
         """The heads of the last recipe that had some."""
         self._teacher: Teacher | None = None
+        self._num_measured = 0
+        """Batches that were computed without their routes."""
         self._reference: dict[str, Tensor] | None = None
         self._prepared: _PreparedBatch | None = None
         """The batch between its first and its last step."""
@@ -331,6 +338,7 @@ class PolicyLearner:
             metrics |= prepared.metrics
         else:  # Only before the first optimiser step the learner has the weights that sampled.
             metrics.pop(MISMATCH, None)
+            metrics.pop(ROUTE_MISMATCH, None)
         steps = [*prepared.steps, metrics]
         if loss.step == prepared.num_steps - 1:
             state = hooks.next_state(loss.recipe, self._state_of(loss.recipe), means(steps))
@@ -429,10 +437,32 @@ class PolicyLearner:
             if self._values is None or self._values.heads.names != heads.names:
                 self._values = ValueModel(heads, self.policy)
             self._values.heads = heads
+        self._check_routes(batch.forest)
         outputs = self._outputs(batch.forest, loss.recipe, loss.micro_batch_tokens)
         forest = batch.forest.with_columns(**outputs)
         batch = replace(batch, forest=forest, state=self._state_of(loss.recipe))
-        return _PreparedBatch(batch.id, loss, *hooks.columns(loss.recipe, batch, outputs))
+        prepared, metrics = hooks.columns(loss.recipe, batch, outputs)
+        return _PreparedBatch(batch.id, loss, prepared, {**metrics, **self._without_routes(forest, loss)})
+
+    def _check_routes(self, forest: Forest) -> None:
+        shape = self.policy.info.routes
+        if forest.routes is None or shape is None:
+            return
+        found, wanted = forest.routes.shape[1:], (len(shape.layers), shape.choices)
+        if found != wanted or forest.routes.max(initial=-1) >= shape.experts:
+            raise ComputeError(
+                f"the batch has routes of {found} routers and choices, the model {wanted} of {shape.experts} experts: "
+                "they were recorded with another model; set model.expert_routes = 'off'"
+            )
+
+    def _without_routes(self, forest: Forest, loss: LossSpec) -> dict[str, float]:
+        """Returns the mismatch of the first batches if their routes are not repeated."""
+        if forest.routes is None or self.policy.info.routes is None or self._num_measured >= ROUTES_MEASURED:
+            return {}
+        self._num_measured += 1
+        plain = replace(forest, routes=None)
+        logp = self._of_batch(plain, ["proximal"], loss.micro_batch_tokens)["proximal"]
+        return {OWN_ROUTES_KL: float(kl_k3(*(torch.from_numpy(x) for x in (forest["logprob"], logp))).mean())}
 
     def _state_of(self, recipe: Recipe) -> Mapping[str, float]:
         return self.recipe_states.get(recipe.name, {})
@@ -478,10 +508,14 @@ class PolicyLearner:
         self._pass.finish()
         self._reduce_gradients()
         sums[TOKENS_COMPUTED] = float(sum(map(self._pass.num_computed, pieces)))
-        counts = {MISMATCH: weighted.num_targets, TOKENS_COMPUTED: 1}
         totals: Counter[str] = Counter()
         for of_rank in self.ranks.gather(dict(sums)):
             totals.update(of_rank)
+        counts = {
+            MISMATCH: weighted.num_targets,
+            TOKENS_COMPUTED: 1,
+            ROUTE_MISMATCH: max(1.0, totals.pop(REPEATED, 0.0)),
+        }
         hooks.check_loss(recipe, totals.pop(NOT_FINITE, 0.0), weighted)
         return {name: total / counts.get(name, forest.num_targets) for name, total in totals.items()}
 
@@ -510,7 +544,16 @@ class PolicyLearner:
 
     @contextmanager
     def _reference_weights(self) -> Iterator[None]:
-        """Compute with the weights of version 0 inside the context."""
+        """Compute with the weights of version 0 inside the context. The reference chooses its experts itself."""
+        self._pass.repeats_routes = False
+        try:
+            with self._exchanged_weights():
+                yield
+        finally:
+            self._pass.repeats_routes = True
+
+    @contextmanager
+    def _exchanged_weights(self) -> Iterator[None]:
         if self.policy.has_adapters:
             with cast(Any, self.policy.model).disable_adapter():
                 yield
@@ -526,6 +569,10 @@ class PolicyLearner:
     def _accumulate(self, forest: Forest, recipe: Recipe, sums: defaultdict[str, float]) -> None:
         """Forward, loss and backward of one micro-batch. The pass may postpone a part of the backward."""
         hidden, rows = self._pass.hidden(forest)
+        if self._pass.routes is not None:
+            differing, repeated = self._pass.routes.counts
+            sums[ROUTE_MISMATCH] += differing
+            sums[REPEATED] += repeated
         reads, heads = hooks.declared(recipe, "reads"), hooks.declared(recipe, "value_heads")
         cut = hidden.detach().requires_grad_()
         # The head's graph lives for one chunk only. The body's backward runs once, from the summed gradient.

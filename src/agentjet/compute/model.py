@@ -31,6 +31,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
+from agentjet.compute import routes
 from agentjet.compute.attention import (
     ATTENTION,
     PLAIN,
@@ -96,6 +97,7 @@ class BaseModel:
             self.policy = Policy(model, make_model_info(config, folder, model), folder)
             """The model without adapters."""
             self.policy.logit_transform = find_logit_transform(self.policy)
+        self._find_routes()
         learning, sampling = prefix_sharing_obstacles(self.policy, install(self.policy.decoder))
         if learning is None:
             cast(Any, self.policy.decoder.config)._attn_implementation = ATTENTION
@@ -106,9 +108,25 @@ class BaseModel:
         elif sampling is not None:
             log.warning("%s: prefixes are shared in learning, not in sampling (%s)", config.name, sampling)
 
+    def _find_routes(self) -> None:
+        """Find the routers of the model, and the sizes of its routes."""
+        policy = self.policy
+        routers = routes.install(policy.decoder)
+        if not routers and not any(name.endswith("experts") for name, _ in policy.decoder.named_modules()):
+            return
+        shape = routes.route_shape(policy, routers) if routers else "no router calls topk"
+        if isinstance(shape, str):
+            log.warning("%s: the routes of its experts are not recorded (%s)", self._config.name, shape)
+        else:
+            policy.info = dataclasses.replace(policy.info, routes=shape)
+
     def policy_of(self, config: ModelConfig) -> Policy:
         """Returns the policy of these settings: a new adapter, or all weights of this model. Raises `ConfigError`."""
         policy = self.adapted(config.lora) if config.lora.rank else self.policy
+        if config.expert_routes == "off":
+            policy.info = dataclasses.replace(policy.info, routes=None)
+        policy.records_routes = policy.info.routes is not None
+        policy.measures_routes = config.expert_routes == "auto"
         if config.activation_checkpointing:
             recompute_activations(policy)
         policy.offloads_optimizer = config.offload_optimizer
@@ -218,7 +236,8 @@ def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
     def recomputing(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return checkpoint(in_present_pass(forward), *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+        bound = routes.in_present_routes(in_present_pass(forward))
+        return checkpoint(bound, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
     return recomputing
 
@@ -419,8 +438,9 @@ def _by_trial(policy: Policy, kinds: list[AttentionKind], num_recurrent: int) ->
     forest = build_forest([Row(row, slice(0), {}) for row in rows])
     assert forest.num_nodes == len(tokens), "the vocabulary is smaller than the probe"
     plan = _RecordingPlan(forest_plan(forest, policy.device))
-    with policy.attention(ATTENTION):
+    with policy.attention(ATTENTION), routes.routing(recorded := routes.RoutePass()):
         hidden = flat_forward(policy.decoder, on_device(forest.tokens), on_device(forest.depth), plan)
+    chosen = None if policy.info.routes is None else recorded.chosen
     layers = sorted(call.layer for call in plan.calls)
     if layers != (sorted(set(layers)) if num_recurrent else list(range(len(kinds)))):
         reason = f"its {len(kinds)} layers do not attend once each: {layers}"
@@ -433,8 +453,10 @@ def _by_trial(policy: Policy, kinds: list[AttentionKind], num_recurrent: int) ->
             return reason, reason
     ours = policy.head(hidden).float().log_softmax(-1)
     for row in rows:
-        logits = cast(Any, policy.model)(input_ids=on_device(row)[None], use_cache=False).logits[0].float()
         branch = on_device(np.flatnonzero(np.isin(forest.tokens, row)))
+        # Rounding in bfloat16 would change the choice of experts, and a logit by far more than the tolerance.
+        with routes.routing(None if chosen is None else routes.RoutePass(chosen[branch])):
+            logits = cast(Any, policy.model)(input_ids=on_device(row)[None], use_cache=False).logits[0].float()
         difference = float((ours[branch] - logits.log_softmax(-1)).abs().max())
         if not difference <= tolerance(policy.dtype, logits):
             reason = f"its attention differs from plain attention by {difference:.3f} in log-probability"
@@ -471,17 +493,19 @@ def _sizes(call: LayerCall) -> KeySizes:
 def _stepwise_obstacle(policy: Policy, rows: Sequence[np.ndarray], slots: StateSlots | None) -> str | None:
     """Compare rows with a common prefix: by the steps of the sampler, and row by row by the model itself.
 
+    The model repeats the choices of experts of the steps, as in `_by_trial`.
     Boundary: any exception of the model's code in a step becomes a reason.
     """
     try:
         found = _by_steps(policy, rows, slots)
         policy.state_shape = slots.shape if slots else {}
-        for row, hidden in zip(rows, found, strict=True):
+        for row, (hidden, choices) in zip(rows, found, strict=True):
             ids = torch.from_numpy(row).long().to(policy.device)[None]
-            logits = cast(Any, policy.model)(input_ids=ids, use_cache=False).logits[0].float()
+            with routes.routing(choices):
+                logits = cast(Any, policy.model)(input_ids=ids, use_cache=False).logits[0].float()
             difference = float((policy.head(hidden).float().log_softmax(-1) - logits.log_softmax(-1)).abs().max())
             if not difference <= tolerance(policy.dtype, logits):
-                with _recorded_layers(policy) as theirs:
+                with _recorded_layers(policy) as theirs, routes.routing(choices):
                     cast(Any, policy.decoder)(input_ids=ids, use_cache=False)
                 with _recorded_layers(policy) as ours:
                     _by_steps(policy, [row], slots)
@@ -501,19 +525,23 @@ def _first_difference(policy: Policy, ours: list[list[Tensor]], theirs: list[lis
     return ""
 
 
-def _by_steps(policy: Policy, rows: Sequence[np.ndarray], slots: StateSlots | None) -> list[Tensor]:
-    """Returns hidden states [T, hidden] of rows that begin with `PROBE_TRUNK` common tokens.
+def _by_steps(
+    policy: Policy, rows: Sequence[np.ndarray], slots: StateSlots | None
+) -> list[tuple[Tensor, routes.RoutePass | None]]:
+    """Returns hidden states [T, hidden] of rows that begin with `PROBE_TRUNK` common tokens, and their choices.
 
     These are a prompt whose state is stored on the way. Then the rows branch: single tokens, then the rest at once.
     """
     cache = KeyValueCache(policy.cache_shape, BLOCK * len(rows), policy.dtype, policy.device, slots)
 
-    def computed(spans: list[tuple[CacheRow, int]]) -> list[Tensor]:
-        with policy.attention(ATTENTION):
+    def computed(spans: list[tuple[CacheRow, int]]) -> list[tuple[Tensor, Tensor]]:
+        with policy.attention(ATTENTION), routes.routing(recorded := routes.RoutePass()):
             hidden = flat_forward(policy.decoder, *step_inputs(spans, cache))
         for row, count in spans:
             cache.advance(row, count)
-        return list(torch.split(hidden, [count for _, count in spans]))
+        chosen = hidden if policy.info.routes is None else recorded.chosen
+        counts = [count for _, count in spans]
+        return list(zip(torch.split(hidden, counts), torch.split(chosen, counts), strict=True))
 
     trunk = cache.acquire(rows[0][:PROBE_TRUNK], len(rows[0]))
     assert trunk is not None
@@ -525,7 +553,8 @@ def _by_steps(policy: Policy, rows: Sequence[np.ndarray], slots: StateSlots | No
         row.tokens[:], row.length = tokens, len(tokens)
     while (left := trunk.num_missing) > 0:
         found.append(computed([(row, 1 if left > 2 else left) for row in active if row]))
-    return [torch.cat(parts) for parts in zip(*found, strict=True)]
+    whole = [[torch.cat(parts) for parts in zip(*steps, strict=True)] for steps in zip(*found, strict=True)]
+    return [(hidden, None if policy.info.routes is None else routes.RoutePass(chosen)) for hidden, chosen in whole]
 
 
 @contextmanager

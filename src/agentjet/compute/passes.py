@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, Self, cast
 
@@ -31,6 +32,7 @@ from torch import Tensor
 from agentjet.compute.attention import Carried, flat_forward, forest_plan
 from agentjet.compute.model import load_policy
 from agentjet.compute.policy import Policy
+from agentjet.compute.routes import RoutePass, routing
 from agentjet.config import ModelConfig
 from agentjet.recipes.recipe import ValueHeads
 from agentjet.timeline.forest import (
@@ -44,6 +46,7 @@ from agentjet.timeline.forest import (
     restrict,
     split,
 )
+from agentjet.timeline.routes import Choices
 from agentjet.types import TokenScore
 
 IntArray = NDArray[np.int64]
@@ -51,6 +54,11 @@ IntArray = NDArray[np.int64]
 
 class Pass(Protocol):
     """One way through the model. Shapes: M targets, U positions that predict a target."""
+
+    repeats_routes: bool = True
+    """True if the routers of the policy repeat the choices that a forest has."""
+    routes: RoutePass | None = None
+    """Those of the last piece."""
 
     def pieces(self, forest: Forest, max_tokens: int) -> Sequence[tuple[Forest, IntArray]]:
         """Cut a forest into micro-batches of at most `max_tokens` computed tokens, with the indices of their targets.
@@ -83,6 +91,13 @@ class Pass(Protocol):
         """Drop what is kept of pieces, after a failure between them."""
         return
 
+    def _routing(self, choices: Choices | None, policy: Policy) -> AbstractContextManager[None]:
+        """Context of a forward pass whose tokens have these routes [N, L, K]."""
+        self.routes = None
+        if choices is not None and self.repeats_routes and policy.info.routes is not None:
+            self.routes = RoutePass(torch.from_numpy(choices).to(policy.device).long())
+        return routing(self.routes)
+
 
 def pass_of(policy: Policy, *, keeps: bool = True) -> Pass:
     """Returns the pass for a policy. `keeps` is that of `PrefixPass`."""
@@ -114,11 +129,17 @@ class RowPass(Pass):
         if not len(leaves):  # The filling of a rank without work: one node without a target.
             leaves = np.zeros(1, np.int64)
         width = int(forest.depth[leaves].max()) + 1
-        tokens = np.zeros((len(leaves), width), np.int64)
+        nodes = np.full((len(leaves), width), -1)
         for i, leaf in enumerate(leaves):
             path = _path(forest, leaf)
-            tokens[i, : len(path)] = forest.tokens[path]
-        out = cast(Any, self._policy.decoder)(input_ids=_ids(tokens, self._policy.device), use_cache=False)
+            nodes[i, : len(path)] = path
+        tokens = np.where(nodes < 0, 0, forest.tokens[nodes])
+        routes = None
+        if forest.routes is not None:
+            routes = forest.routes[nodes.ravel()]
+            routes[nodes.ravel() < 0] = -1
+        with self._routing(routes, self._policy):
+            out = cast(Any, self._policy.decoder)(input_ids=_ids(tokens, self._policy.device), use_cache=False)
         hidden: Tensor = out.last_hidden_state
         return _predicting(hidden.flatten(0, 1), row * width + forest.depth[forest.node] - 1)
 
@@ -212,7 +233,8 @@ class PrefixPass(Pass):
         self._close(level)
         device = self._policy.device
         plan = forest_plan(forest, device, self._past(num_cached))
-        states = flat_forward(self._policy.decoder, _ids(forest.tokens, device), _ids(forest.depth, device), plan)
+        with self._routing(forest.routes, self._policy):
+            states = flat_forward(self._policy.decoder, _ids(forest.tokens, device), _ids(forest.depth, device), plan)
         hidden, rows = _predicting(states, forest.parent[forest.node])
         computed = plan.take_computed()
         computed = computed if is_kept else Carried()
@@ -393,6 +415,7 @@ class Teacher:
         self._policy = load_policy(ModelConfig.model_validate(settings))
         self._policy.model.requires_grad_(False)
         self._pass = pass_of(self._policy)
+        self._pass.repeats_routes = False  # They are those of the policy.
 
     def logprobs(self, forest: Forest, max_tokens: int) -> NDArray[np.float32]:
         """Returns the log-probabilities [M] of the targets, over the sets and at the temperatures of sampling."""

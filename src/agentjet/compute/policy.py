@@ -261,6 +261,10 @@ class Policy:
         """Sizes of the sampler's cache, as the trial at load found them. Used if the sampler shares prefixes."""
         self.state_shape: StateShape = {}
         """Sizes of the states of recurrent layers, as the trial at load found them."""
+        self.records_routes = info.routes is not None
+        """True if its sampler reports the routes of training calls."""
+        self.measures_routes = False
+        """True if the first batches decide whether they stay recorded (`model.expert_routes = "auto"`)."""
         self.offloads_optimizer = False
         """True if its learner keeps masters and moments in the CPU's memory (`model.offload_optimizer`)."""
 

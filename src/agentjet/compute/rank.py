@@ -38,11 +38,12 @@ import psutil
 import torch
 
 from agentjet.compute import checkpoint
-from agentjet.compute.learner import PolicyLearner, RankGroup, Rendezvous, chosen_sharding, join
+from agentjet.compute.learner import ROUTES_MEASURED, PolicyLearner, RankGroup, Rendezvous, chosen_sharding, join
 from agentjet.compute.model import BaseModel, load_policy, reported_download
 from agentjet.compute.passes import score
 from agentjet.compute.policy import Policy, probe_tokens, resolve_device
 from agentjet.compute.protocol import EMBEDDED, FINGERPRINT, LossSpec, OperationLog, Outputs, body_digest
+from agentjet.compute.routes import ROUTE_MISMATCH
 from agentjet.compute.sampler import ModelSampler
 from agentjet.compute.token_choice import Guide
 from agentjet.compute.weights import (
@@ -58,6 +59,7 @@ from agentjet.processes.rpc import Answer, Link, ProcessRequest, Send, answering
 from agentjet.recipes import hooks
 from agentjet.timeline.batch import TrainingBatch
 from agentjet.timeline.forest import Row, build_forest
+from agentjet.timeline.routes import Routes
 from agentjet.types import (
     CheckpointStamp,
     FinishReason,
@@ -84,6 +86,8 @@ _UNANSWERED = ("sample", "cancel", _COMPILED)
 """Requests about one completion. Its tokens are the answer."""
 _OF_RANK = ("rendezvous", "join", "add", "remove", "sample", "cancel", "score", _COMPILED)
 """Requests that the process handles itself. `PolicyHost` handles the others."""
+LARGEST_ROUTE_MISMATCH = 1e-3
+"""Share of differing choices up to which routes need not be recorded."""
 GROWTH = 1.25
 """Growth since the first batch from which freed memory is returned."""
 ROOM = 2.0
@@ -121,6 +125,8 @@ class PolicyHost:
         self._operations = OperationLog()
         self._batch: TrainingBatch | None = None
         self._batch_digest = ""
+        self._route_mismatches: list[float] = []
+        """`ROUTE_MISMATCH` of the first batches with routes."""
 
     def load_batch(self, batch: TrainingBatch) -> None:
         self._batch, self._batch_digest = batch, body_digest(batch)
@@ -130,7 +136,7 @@ class PolicyHost:
         if batch is None or batch.id != batch_id:
             raise ComputeError(f"policy {op.policy_id} does not have batch {batch_id}: load it first")
         body = ("forward_backward", self._batch_digest, loss)
-        return self._operations.apply(op, body, lambda: self.learner.forward_backward(batch, loss))
+        return self._operations.apply(op, body, lambda: self._learn(batch, loss))
 
     def optim_step(self, op: Op, optimizer: OptimizerConfig) -> dict[str, float]:
         return self._operations.apply(op, ("optim_step", optimizer), lambda: self._update(optimizer))
@@ -166,6 +172,23 @@ class PolicyHost:
 
     def export(self, path: Path, adapter: bool) -> None:
         checkpoint.export(path, self.learner, adapter=adapter)
+
+    def _learn(self, batch: TrainingBatch, loss: LossSpec) -> Outputs:
+        """Add a gradient. With `model.expert_routes = "auto"`, stop recording routes if they make no difference.
+
+        Separate samplers go on: their kernels are others.
+        """
+        outputs = self.learner.forward_backward(batch, loss)
+        measured = self._route_mismatches
+        if ROUTE_MISMATCH in outputs.metrics and len(measured) < ROUTES_MEASURED:
+            measured.append(outputs.metrics[ROUTE_MISMATCH])
+            if len(measured) == ROUTES_MEASURED and self.policy.measures_routes and self.sampler is not None:
+                self.policy.records_routes = max(measured) > LARGEST_ROUTE_MISMATCH
+                log.info(
+                    "%s: at most %.4f of the expert choices differ between sampling and learning: routes are %s",
+                    self.policy.info.name, max(measured), "recorded" if self.policy.records_routes else "not recorded",
+                )  # fmt: skip
+        return outputs
 
     def _update(self, optimizer: OptimizerConfig) -> dict[str, float]:
         """Change the weights; returns metrics."""
@@ -284,10 +307,16 @@ class _Piece:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     support: list[bytes] = field(default_factory=list)
+    routes: list[np.ndarray] = field(default_factory=list)
+    num_routed: int = 0
+    """Tokens before the first of `routes`."""
 
     def sampled(self, reason: FinishReason | None) -> Sampled:
-        support = tuple(self.support) if any(self.support) else ()
-        return Sampled(tuple(self.tokens), tuple(self.logprobs), self.hosted.version, reason, support)
+        support, shape, routes = tuple(self.support) if any(self.support) else (), self.hosted.policy.info.routes, b""
+        if self.routes and shape is not None:
+            found = Routes(self.num_routed, self.hosted.version, np.concatenate(self.routes))
+            self.num_routed, routes = found.stop, found.pack(shape.experts)
+        return Sampled(tuple(self.tokens), tuple(self.logprobs), self.hosted.version, reason, support, routes)
 
 
 class Rank:
@@ -474,7 +503,7 @@ class Rank:
         self, hosted: PolicyHost, id: int, tokens: np.ndarray, params: SamplingParams, guide: Guide | None
     ) -> None:
         _sampler_of(hosted).submit(id, tokens, params, hosted.policy, guide)
-        self._pieces[id] = _Piece(hosted, params.piece_tokens)
+        self._pieces[id] = _Piece(hosted, params.piece_tokens, num_routed=params.routes_from or 0)
 
     def _cancel(self, policy: PolicyId, id: int) -> None:
         """Drop a completion, unless it has ended."""
@@ -493,6 +522,8 @@ class Rank:
             piece.tokens.append(new.token)
             piece.logprobs.append(new.logprob)
             piece.support.append(new.support)
+            if new.routes is not None:
+                piece.routes.append(new.routes)
             if new.error is not None:
                 del self._pieces[new.id]
                 self._send(Answer(new.id, error=new.error))
@@ -512,7 +543,7 @@ class Rank:
         for id, reason in complete.items():
             piece = self._pieces.pop(id)
             if reason is None:
-                self._pieces[id] = _Piece(piece.hosted, piece.size)
+                self._pieces[id] = _Piece(piece.hosted, piece.size, num_routed=piece.num_routed)
 
     def _hosted(self, policy: PolicyId) -> PolicyHost:
         if policy not in self.policies:

@@ -31,8 +31,10 @@ from agentjet.compute.cached_states import StateSlots
 from agentjet.compute.memory import STATES_PER_COMPLETION
 from agentjet.compute.model import copied_modules
 from agentjet.compute.policy import PROBE_TOKENS, Policy, first_line, probe_tokens, tolerance
+from agentjet.compute.routes import RoutePass, present_routes, routing
 from agentjet.compute.token_choice import Grammars, Guide, sample_tokens
 from agentjet.errors import ComputeError, GrammarError, OutOfCache
+from agentjet.timeline.routes import Choices
 from agentjet.types import FinishReason, SamplingParams
 
 log = logging.getLogger(__name__)
@@ -54,6 +56,8 @@ class RunningCompletion:
     uniforms: np.random.Generator
     policy: Policy
     num_sampled: int = 0
+    num_routed: int = 0
+    """Tokens whose routes were reported, or were not asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +71,8 @@ class NewToken:
     finish_reason: FinishReason | None
     error: ComputeError | None = None
     """The reason why the completion ends here with an error; None if the completion may continue."""
+    routes: Choices | None = None
+    """Routes of the tokens before this one that were not reported before; None if they are not asked for."""
 
 
 class ModelSampler:
@@ -127,7 +133,9 @@ class ModelSampler:
                 f"(context {context}, sampler.cache_tokens = {self._cache_tokens})"
             )
         guide, uniforms = guide or self.grammars.guide(params.grammar), np.random.default_rng(params.seed)
-        self._waiting.append(RunningCompletion(id, prompt, length, params, guide, uniforms, policy or self.policy))
+        completion = RunningCompletion(id, prompt, length, params, guide, uniforms, policy or self.policy)
+        completion.num_routed = params.routes_from or 0
+        self._waiting.append(completion)
         self._may_admit = True
 
     def cancel(self, id: int) -> None:
@@ -160,7 +168,7 @@ class ModelSampler:
         complete: list[CacheRow] = []
         for rows in _passes([row for row in self._running if row.owner not in self.paused]):
             spans = self._spans(rows)
-            hidden = self._forward(spans)
+            hidden = self._forward_recorded(spans)
             indices: list[int] = []
             last = -1
             for row, count in spans:
@@ -230,6 +238,19 @@ class ModelSampler:
                 budget -= count
         return sorted(spans, key=lambda span: span[1] > 1)
 
+    def _forward_recorded(self, spans: list[tuple[CacheRow, int]]) -> Tensor:
+        """As `_forward`. Adds the routes of the tokens to their rows if a policy records them."""
+        shape = next((row.owner.info.routes for row, _ in spans if row.owner.records_routes), None)
+        if shape is None:
+            return self._forward(spans)
+        with routing(recorded := RoutePass()):
+            hidden = self._forward(spans)
+        choices, start = recorded.chosen.to(torch.int8 if shape.experts <= 128 else torch.int16).cpu().numpy(), 0
+        for row, count in spans:
+            row.add_routes(choices[start : start + count])
+            start += count
+        return hidden
+
     def _forward(self, spans: list[tuple[CacheRow, int]]) -> Tensor:
         """Compute the next tokens of each row and store their state; returns their hidden states in order."""
         if not self.policy.info.shares_prefixes:
@@ -256,6 +277,8 @@ class ModelSampler:
         ids = torch.as_tensor(tokens, dtype=torch.long, device=self.policy.device)[None]
         self.num_computed += len(tokens)
         hidden, row.state = _continued(row.owner, self._state_name, ids, row.state)
+        if (routes := present_routes()) is not None:
+            routes.keep_last(count)
         return hidden[0, -count:]
 
     def _sample(self, hidden: Tensor, rows: list[CacheRow]) -> list[NewToken]:
@@ -280,7 +303,7 @@ class ModelSampler:
                 error = ComputeError("the policy has diverged: its logits are not finite")
             elif c.guide and reason is None and (refused := c.guide.advance(token)):
                 error = GrammarError(refused)
-            new.append(NewToken(c.id, token, logprob, support, reason, error))
+            new.append(NewToken(c.id, token, logprob, support, reason, error, _new_routes(c, rows[i])))
             if reason is None and error is None:
                 continuing[i].setdefault(token, []).append(c)
             else:
@@ -312,6 +335,14 @@ class ModelSampler:
         if not completions:
             del self._running[row]
             self._cache.release(row)
+
+
+def _new_routes(completion: RunningCompletion, row: CacheRow) -> Choices | None:
+    """Returns the routes of a row that its completion has not reported; None if it reports none."""
+    if completion.params.routes_from is None or row.routes is None or not completion.policy.records_routes:
+        return None
+    first, completion.num_routed = completion.num_routed, row.filled
+    return row.routes[first : row.filled].copy()
 
 
 def _passes(rows: list[CacheRow]) -> list[list[CacheRow]]:

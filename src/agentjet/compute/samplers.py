@@ -39,6 +39,7 @@ from agentjet.errors import AgentJetError, ComputeError, ConfigError, WorkerDied
 from agentjet.processes.guardian import MAX_LINE, Launch, ProcessEnd, last_lines
 from agentjet.processes.rpc import Peer
 from agentjet.processes.supervisor import NotStarted
+from agentjet.timeline.routes import checked
 from agentjet.types import ModelInfo, PolicyId, ProcessStatus, Sampled, SamplerBounds, SamplingParams, TokenScore
 
 REPLICA_MODULE = "agentjet.compute.vllm.replica"
@@ -72,7 +73,8 @@ class Samplers:
         *,
         has_served: bool = False,
     ) -> None:
-        """Starts the replicas. Raises `ConfigError` without an interpreter for them. See `Fleet`."""
+        """Starts the replicas. Raises `ConfigError` without an interpreter for them, or for routes. See `Fleet`."""
+        check_routes(model)
         self.info: asyncio.Future[ModelInfo] = asyncio.get_running_loop().create_future()
         """The loaded model. Replicas start at once and wait for it."""
         self.meter = StepMeter()
@@ -135,6 +137,7 @@ class Samplers:
             raise
         try:
             info = await asyncio.shield(self.info)
+            self.replicas.fleet.routes = info.routes
             async with asyncio.timeout(LOAD_SECONDS):
                 await peer.ask("load", self._policy, self._model, info, self._sampler, settings)
         except BaseException as error:
@@ -238,15 +241,17 @@ class Replicas:
 
     async def sample(self, token_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Sampled, None]:
         """See `Sampler.sample`. Raises `ComputeError` for a completion that several replicas died of."""
-        work, version = RoutedCompletion(np.asarray(token_ids, np.int32)), 0
+        work, version = RoutedCompletion(np.asarray(token_ids, np.int32), num_routed=params.routes_from), 0
         while len(work.sampled) < params.max_tokens:
             replica, received = await self._place(work), len(work.sampled)
             assert replica.peer is not None
             try:
-                pieces = replica.peer.sample(self.fleet.policy, work.tokens, _rest(params, received), received)
+                rest = replace(_rest(params, received), routes_from=work.num_routed)
+                pieces = replica.peer.sample(self.fleet.policy, work.tokens, rest, received)
                 async with aclosing(pieces):
                     async for piece in pieces:
                         await self.fleet.confirm(replica, piece.policy_version)
+                        self._check_routes(replica, work, piece)
                         work.sampled += piece.tokens
                         version = piece.policy_version
                         work.losses = work.blame = 0
@@ -257,6 +262,16 @@ class Replicas:
             finally:
                 self._leave(replica, work)
         yield Sampled((), (), version, "length")  # The replica died between the last token and its finish reason.
+
+    def _check_routes(self, replica: ReplicaHandle, work: RoutedCompletion, piece: Sampled) -> None:
+        """Ends a replica whose routes are not those of the piece's tokens, and raises `WorkerDied`."""
+        if not piece.routes or work.num_routed is None or self.fleet.routes is None:
+            return
+        try:
+            work.num_routed = checked(piece.routes, piece.policy_version, work.num_routed, self.fleet.routes)
+        except ComputeError as error:
+            self.fleet.end(replica, f"reported {error}", cause="replica")
+            raise copy.copy(replica.end.result().reason) from None
 
     async def score(self, token_ids: Sequence[int], num_likeliest: int) -> list[TokenScore]:
         """See `Sampler.score`."""
@@ -417,6 +432,15 @@ def sampler_python(settings: ComputeConfig) -> str:
     if shutil.which(python) is None and not settings.address:
         raise ConfigError(f"{python} is not a program. {_way_out(python)}")
     return python
+
+
+def check_routes(model: ModelConfig) -> None:
+    """Raises `ConfigError` if replicas are to report the routes of experts."""
+    if model.expert_routes == "on":
+        raise ConfigError(
+            "model.expert_routes = 'on': vLLM reports the routes of experts with its second model runner only, which "
+            "cannot follow grammars, top_p and top_k as replicas do: set it to 'auto', or compute.backend to 'embedded'"
+        )
 
 
 def _way_out(python: str) -> str:

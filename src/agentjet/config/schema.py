@@ -281,6 +281,10 @@ class ModelConfig(Section):
     """Keep the optimiser's masters and moments, 12 bytes a trained parameter, in the CPU's memory instead of the GPU's.
     Updates take longer, and may differ from those of a GPU by rounding. Sharded ranks keep their parts of the layers
     there, too, and copy them in every pass. Without a GPU, weights are the same, and no memory is saved."""
+    expert_routes: Literal["auto", "on", "off"] = "auto"
+    """Routing replay for models with experts: sampling records the chosen experts of each token, and learning repeats
+    the choice. `auto`: on, until two batches have shown that the learner chooses otherwise in at most 0.1 % of cases;
+    off with replicas. If the routes of a model cannot be recorded, the log has the reason."""
     threads: Int64 = Field(0, ge=0, le=1024)
     """CPU threads of the worker. 0: all cores. Replays are bit-equal only with the same number of threads."""
     lora: LoraConfig = LoraConfig()

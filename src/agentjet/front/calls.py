@@ -55,6 +55,7 @@ from agentjet.rendering.grammar import GrammarTrials
 from agentjet.swarm import EpisodeRecord
 from agentjet.swarm.journal import encode_call, pack_sets
 from agentjet.timeline import ConversationTree
+from agentjet.timeline.routes import joined
 from agentjet.timeline.tree import context_hash
 from agentjet.types import ANY_ANSWER, Call, Constraint, Conversation, Message, PolicyId, SamplingParams, policy_of
 
@@ -598,7 +599,14 @@ class ActiveChoice:
         self._index = index
         self._id = (index == 0 and request.id) or uuid.uuid4().hex
         self._prompt, params = call.prompts[which]
-        self._params = replace(params, seed=call.seed(index if request.seed is None else number))
+        routes = call.renderer.model.routes if call.episode.mode == "train" else None
+        self._num_experts = 0 if routes is None else routes.experts
+        self._params = replace(
+            params,
+            seed=call.seed(index if request.seed is None else number),
+            # The call before did not compute its last token.
+            routes_from=None if routes is None else max(0, self._prompt.kept - 1),
+        )
         self._parser = CompletionParser(
             call.renderer, request.conversations[which], stop=request.stop, id_prefix=f"call_{self._id[:12]}"
         )
@@ -667,7 +675,9 @@ class ActiveChoice:
         pieces = call.renderer.pieces(completion)
         size = TOKEN_BYTES * (len(prompt.suffix) + len(completion))
         body = await offload(size, encode_call, record, prompt.pieces, pieces)
-        calls.swarm.record_call(record, prompt.pieces, pieces, body)
+        num_computed = len(prompt.tokens) + len(completion) - 1
+        routes = await offload(sum(map(len, parser.routes)), joined, parser.routes, num_computed, self._num_experts)
+        calls.swarm.record_call(record, prompt.pieces, pieces, body, routes)
         call.recorded.append(record.id)
         await calls.commits.durable()
         calls.tracing.annotate(

@@ -291,6 +291,8 @@ class CompletionParser:
         self.versions: list[int] = []
         self.support: list[bytes] = []
         """The support set of each token (see `timeline.forest`)."""
+        self.routes: list[bytes] = []
+        """Routes of prompt and completion as they came (see `timeline.routes`)."""
         self.stopped_by = ""
         """The stop string that ended the completion. Later tokens are ignored."""
         self._renderer = renderer
@@ -312,6 +314,8 @@ class CompletionParser:
     def push(self, sampled: Sampled) -> None:
         """Adds sampled tokens, up to the one that completes a stop string."""
         self._worker_reason = sampled.finish_reason
+        if sampled.routes:
+            self.routes.append(sampled.routes)
         sets = sampled.support or (EVERYTHING,) * len(sampled.tokens)
         for token, logprob, support in zip(sampled.tokens, sampled.logprobs, sets, strict=True):
             self.tokens.append(token)

@@ -373,10 +373,15 @@ class SwarmState(Store):
             yield episode
 
     def record_call(
-        self, call: Call, encoded_suffix: Sequence[bytes], encoded_completion: Sequence[bytes], body: bytes = b""
+        self,
+        call: Call,
+        encoded_suffix: Sequence[bytes],
+        encoded_completion: Sequence[bytes],
+        body: bytes = b"",
+        routes: bytes = b"",
     ) -> None:
         """Append a call to its episode's conversation, with the encoded bytes of each token. `body` is the result of
-        `encode_call`, if another thread has called it.
+        `encode_call`, if another thread has called it; `routes` are those of its tokens.
 
         Raises `Conflict` when the episode has ended. Such a call is not recorded.
         """
@@ -394,7 +399,7 @@ class SwarmState(Store):
             # A completion that continues on another replica may go back to an older version.
             oldest = min((version for version in {oldest, *call.versions} if version is not None), default=None)
         with self.transaction():
-            self.journal.add_call(call, body or encode_call(call, encoded_suffix, encoded_completion))
+            self.journal.add_call(call, body or encode_call(call, encoded_suffix, encoded_completion), routes)
             num_calls = episode.num_calls + 1
             self.put(replace(episode, num_calls=num_calls, num_tokens=num_tokens, oldest_version=oldest))
             self.restores.append(lambda: self.trees.pop(call.episode_id, None))

@@ -27,6 +27,7 @@ from agentjet.swarm.journal import Journal, unpack_sets
 from agentjet.swarm.state import Batch, EpisodeRecord, reward_of
 from agentjet.timeline.batch import Facts, TrainingBatch
 from agentjet.timeline.forest import Forest, Row, build_forest, call_row
+from agentjet.timeline.routes import of_path
 from agentjet.timeline.tree import ConversationTree
 from agentjet.types import SOLE_POLICY, Call, FinishReason, metrics_prefix, policy_of
 
@@ -103,6 +104,7 @@ def build(
             "forest/tree_token_ratio": forest.tree_token_ratio,
             "forest/tokens": float(forest.num_nodes),
             **{f"forest/{name}": float(number) for name, number in count.items() if name not in OF_EPISODES},
+            **_route_metrics(forest),
             **_left_out(batch, members_E, facts),
         }
         metrics |= {f"{metrics_prefix(policy, policies)}{name}": value for name, value in of_policy.items()}
@@ -113,6 +115,14 @@ def build(
         **_tool_metrics(counts.values()),
         "batch/staleness_max": float(batch.id - oldest),
     }
+
+
+def _route_metrics(forest: Forest) -> dict[str, float]:
+    """The share of nodes whose route is known, and that of choices in which rows differ. Left out without routes."""
+    if forest.routes is None:
+        return {}
+    routed = float((forest.routes[:, 0, 0] >= 0).mean())
+    return {"moe/routed": routed, "moe/route_conflicts": forest.route_conflicts}
 
 
 def _tool_metrics(counts: Collection[Counter[str]]) -> dict[str, float]:
@@ -261,13 +271,13 @@ def _trained_sequences(
     journal: Journal, episode: EpisodeRecord, policies: Sequence[str], counts: Mapping[str, Counter[str]]
 ) -> Sequences:
     """An episode's conversations by agent role. Roles without trained calls are left out."""
-    orphaned = journal.orphans(episode.id)
+    orphaned, routes = journal.orphans(episode.id), journal.routes(episode.id)
     found: Sequences = {}
     for role, tree in load_trees(journal, episode.id).items():
         if calls := _trained_calls(tree, orphaned, counts[policy_of(role, policies)]):
             found[role] = RoleTokens(
                 [_trained_call(tree, call) for call in calls],
-                _rows(tree, calls),
+                _rows(tree, calls, routes),
                 sum(tree.num_tokens(call.id) for call in calls),
             )
         tree.clear()
@@ -308,10 +318,11 @@ def _trained_calls(tree: ConversationTree, orphaned: Container[str], count: Coun
     return trained
 
 
-def _rows(tree: ConversationTree, calls: Sequence[Call]) -> list[Row]:
-    """One row per call. Calls of one timeline share its tokens."""
+def _rows(tree: ConversationTree, calls: Sequence[Call], routes: Mapping[str, bytes]) -> list[Row]:
+    """One row per call. Calls of one timeline share its tokens and routes."""
     timelines = tree.timelines(call.id for call in calls)
     tokens = {newest: np.asarray(tree.tokens(newest), np.int32) for newest in set(timelines.values())}
+    choices = {newest: of_path(tree.segments(newest), routes) for newest in tokens} if routes else {}
     return [
         call_row(
             tokens[timelines[call.id]],
@@ -322,6 +333,7 @@ def _rows(tree: ConversationTree, calls: Sequence[Call]) -> list[Row]:
             sequence=0,
             support=unpack_sets(call.support, len(call.completion)) if call.support else (),
             stop=tree.num_tokens(call.id),
+            routes=choices.get(timelines[call.id]),
         )
         for call in calls
     ]

@@ -527,14 +527,21 @@ class Journal:
 
     # ---- calls ---------------------------------------------------------------------------------------------
 
-    def add_call(self, call: Call, body: bytes) -> None:
-        """Record a call. `body` is what `encode_call` returned for it."""
+    def add_call(self, call: Call, body: bytes, routes: bytes = b"") -> None:
+        """Record a call. `body` is what `encode_call` returned for it; `routes` are packed by `timeline.routes`."""
         call_id, *facts = CallFacts.of(call)
         self.file.db.execute(
             "INSERT INTO calls (id, episode_id, undelivered, body, role, after_call, retry_of, untrained, num_tokens, "
-            "num_bytes) VALUES (?, ?, FALSE, ?, ?, ?, ?, ?, ?, ?)",
-            (call_id, call.episode_id, body.decode(), *facts, len(body)),
+            "num_bytes, routes) VALUES (?, ?, FALSE, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (call_id, call.episode_id, body.decode(), *facts, len(body) + len(routes), routes or None),
         )
+
+    def routes(self, episode_id: str) -> dict[str, bytes]:
+        """The packed routes of an episode's calls that have some, by call."""
+        if not self.file.has_routes:
+            return {}
+        query = "SELECT id, routes FROM calls WHERE episode_id = ? AND routes IS NOT NULL"
+        return dict(self.file.db.execute(query, (episode_id,)))
 
     def calls(self, episode_id: str) -> list[RecordedCall]:
         """An episode's calls in the order they were recorded, with the encoded pieces of suffix and completion."""

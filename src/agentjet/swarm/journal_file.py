@@ -95,6 +95,8 @@ class JournalFile:
                 file.db.executescript(f"BEGIN IMMEDIATE; {SCHEMA} {version}; COMMIT;")
             if file._checked_version() == EARLIER_VERSION:
                 file._migrate()
+            if not file.has_routes:
+                file.db.execute("ALTER TABLE calls ADD COLUMN routes BLOB")
             return file
         except BaseException as error:
             os.close(lock) if file is None else file.close()
@@ -151,6 +153,11 @@ class JournalFile:
             )
         database.check_tables(self.db, schemas[found], self.path)
         return int(found)
+
+    @property
+    def has_routes(self) -> bool:
+        """False for a file of an earlier program that is only read: its calls have no column `routes`."""
+        return "routes" in _columns(self.db, "calls")
 
     def _migrate(self) -> None:
         """Write the rows of the earlier schema into new tables. A kill or an error leaves the file as it was."""
@@ -433,6 +440,7 @@ CALL_COLUMNS = {
     "untrained": ("TEXT", "COALESCE(body ->> '$[0].untrained', '')"),
     "num_tokens": ("INTEGER", "json_array_length(body, '$[0].completion')"),
     "num_bytes": ("INTEGER", "LENGTH(CAST(body AS BLOB))"),
+    "routes": ("BLOB", "NULL"),
 }
 """Columns of calls that the first journals of the earlier schema lack, or have as NULL: type, and value by the body.
 
@@ -447,7 +455,8 @@ CREATE TABLE calls (
     body TEXT NOT NULL{more}
 );
 """
-_ADDED = ", ".join(f"{name} {kind}" for name, (kind, _) in CALL_COLUMNS.items())
+# The first journals of this schema lack `routes`: `JournalFile.open` adds the column to all.
+_ADDED = ", ".join(f"{name} {kind}" for name, (kind, _) in CALL_COLUMNS.items() if name != "routes")
 # An index of all facts: the event loop reads them without the bodies, which may have megabytes.
 CALL_INDEXES = """
 CREATE INDEX facts_of_calls ON calls

@@ -26,11 +26,13 @@ NumPy only. Shapes: N nodes, M targets, V tokens of the vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
+
+from agentjet.timeline.routes import Choices, fill
 
 IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
@@ -103,6 +105,8 @@ class Row:
     columns: Mapping[str, Column | float | int]
     support: tuple[bytes, ...] = ()
     """The set from which each target was chosen (see `encode_set`); empty if all were from the whole vocabulary."""
+    routes: Choices | None = None
+    """The routes of all of `tokens`. Rows that share tokens share them, too."""
 
     def __getitem__(self, name: str) -> Any:
         """The values of a column."""
@@ -127,6 +131,7 @@ def call_row(
     support: tuple[bytes, ...] = (),
     call: int = 0,
     stop: int | None = None,
+    routes: Choices | None = None,
 ) -> Row:
     """The row of one call: the first `stop` of `tokens` (default: all) are prompt + completion, and the last
     `len(logprobs)` of these are the targets. Calls of one timeline share its array, so that a batch is linear in
@@ -145,7 +150,7 @@ def call_row(
     if advantage is not None:
         columns["advantage"] = advantage
     stop = len(tokens) if stop is None else stop
-    return Row(tokens, slice(stop - len(logprobs), stop), columns, support)
+    return Row(tokens, slice(stop - len(logprobs), stop), columns, support, routes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +170,10 @@ class Forest:
     sets: tuple[bytes, ...]
     num_sequences: int
     num_row_tokens: int
+    routes: Choices | None = field(default=None, kw_only=True)
+    """The experts that computed each node when it was sampled; None if none are known."""
+    route_conflicts: float = field(default=0.0, kw_only=True)
+    """Share of choices that differ where rows with other routes share a node. The first row's route holds."""
 
     def __getitem__(self, name: str) -> Column:
         """A column of the targets [M]. Raises `KeyError` with the existing columns if the column is missing."""
@@ -236,6 +245,7 @@ def build_forest(rows: Sequence[Row], *, num_row_tokens: int | None = None) -> F
     sets, support = _number_sets(rows)
     names = set.intersection(*(set(row.columns) for row in rows)) | {"sequence", "temperature"}
     targets = {name: _column(name, rows) for name in sorted(names)} | {"support": support}
+    routes, conflicts = _node_routes({id(row.tokens): row.routes for row in rows}, paths, num_nodes)
     return Forest(
         tokens=np.concatenate(tokens),
         parent=np.concatenate(parents),
@@ -246,6 +256,8 @@ def build_forest(rows: Sequence[Row], *, num_row_tokens: int | None = None) -> F
         sets=sets,
         num_sequences=_num_sequences(targets),
         num_row_tokens=sum(len(row.tokens) for row in rows) if num_row_tokens is None else num_row_tokens,
+        routes=routes,
+        route_conflicts=conflicts,
     )
 
 
@@ -279,6 +291,23 @@ def _column(name: str, rows: Sequence[Row]) -> Column:
     return np.concatenate(
         [np.broadcast_to(np.asarray(value, kind), row.num_targets) for value, row in zip(values, rows, strict=True)]
     )
+
+
+def _node_routes(
+    of_timelines: Mapping[int, Choices | None], paths: Mapping[int, IntArray], num_nodes: int
+) -> tuple[Choices | None, float]:
+    """Returns the routes of all nodes and the share of conflicting choices. Timelines are numbered as in `paths`."""
+    known = {key: routes for key, routes in of_timelines.items() if routes is not None}
+    if not known:
+        return None, 0.0
+    found = np.full((num_nodes, *next(iter(known.values())).shape[1:]), -1, np.result_type(*known.values()))
+    num_differing = num_compared = 0
+    for key, routes in known.items():
+        of_path = found[paths[key]]
+        differing, compared = fill(of_path, routes)
+        found[paths[key]] = of_path
+        num_differing, num_compared = num_differing + differing, num_compared + compared
+    return found, num_differing / max(1, num_compared)
 
 
 def _num_sequences(targets: Mapping[str, Column]) -> int:
@@ -348,6 +377,8 @@ def restrict(forest: Forest, nodes: NDArray[np.int64], keep: NDArray[np.bool_]) 
         sets=forest.sets,
         num_sequences=_num_sequences(targets),
         num_row_tokens=forest.num_row_tokens,
+        routes=None if forest.routes is None else forest.routes[nodes],
+        route_conflicts=forest.route_conflicts,
     )
 
 

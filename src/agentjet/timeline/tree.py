@@ -258,6 +258,11 @@ class ConversationTree:
         node = self._nodes[call_id]
         return _path(node, node.length)
 
+    def segments(self, call_id: str) -> list[tuple[str, int]]:
+        """Returns the calls on the path of a call, root first, each with the end of its part of the path."""
+        node = self._nodes[call_id]
+        return [(at.call.id, at.start + count) for at, count in _pieces(node, node.length)]
+
     def timelines(self, call_ids: Iterable[str]) -> dict[str, str]:
         """Maps each of these calls to the newest of them whose tokens begin with all of its tokens, perhaps itself."""
         wanted = set(call_ids)
