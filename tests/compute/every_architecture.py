@@ -53,7 +53,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     **{key: {"text_config": {"head_dim": 8, "num_key_value_heads": 2}} for key in ("kimi_k25", "mistral_large4")},
     "qwen2_5_omni_thinker": OF_MROPE,
     "deepseek_v2": {**OF_MLA, "n_routed_experts": 4, "num_experts_per_tok": 2, "topk_method": "greedy"},
-    "diffllama": {"num_key_value_heads": 2},
+    **{key: {"num_key_value_heads": 2} for key in ("diffllama", "glm4_moe_lite", "kimi_linear", "minicpm3")},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "mamba2": {"num_heads": 4, "head_dim": 16, "expand": 2, "n_groups": 1},
     "nemotron_h": {"mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 1},
