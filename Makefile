@@ -84,12 +84,13 @@ check: setup  ## format, lint, types, the imports between packages, and the size
 	$(BIN)/python -m pytest -q tests/test_architecture.py
 	$(BIN)/python -m tools.shape --check
 
-bench: $(BENCH_INSTALLED)  ## the README's first example, a step against TRL's, every recipe, the sampler against the library's, merging against rows, the gateway under load and hostile requests, the event loop under heavy work, kills, agents that fail, studies with known answers, campaigns on planted troubles, and the memory of the light parts
+bench: $(BENCH_INSTALLED)  ## the README's first example, a step against TRL's, every recipe, the sampler against the library's, merging against rows, the models that people train, the gateway under load and hostile requests, the event loop under heavy work, kills, agents that fail, studies with known answers, campaigns on planted troubles, and the memory of the light parts
 	$(BIN)/python -m bench.readme
 	$(BIN)/python -m bench.step
 	$(BIN)/python -m bench.recipes
 	$(BIN)/python -m bench.sampler
 	$(BIN)/python -m bench.merge
+	$(BIN)/python -m bench.models
 	$(BIN)/python -m bench.gateway
 	$(BIN)/python -m bench.hostile
 	$(BIN)/python -m bench.lag

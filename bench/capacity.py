@@ -125,11 +125,6 @@ class Costs:
     memory_call: float = 0.0  # Bytes of a waiting call, besides its prompt
 
 
-LEARNED = 1000
-"""Episodes up to which a simulation lasts until batches were learned. One gateway takes hours for larger batches."""
-COLUMNS = ("calls_per_s", "tokens_per_s", "call_s", "call_p95", "gateway", "journal", "replicas", "learner")
-COLUMNS += ("publishing", "refused", "stale", "limit")
-SATURATED = 0.85  # Share of a resource's time from which it counts as saturated
 NUM_EPISODES = 20_000  # Episodes after which the first one is played again
 
 Event = tuple[float, int, Callable[..., None], tuple[Any, ...]]

@@ -31,7 +31,7 @@ import torch
 
 from agentjet.compute.backend import WORKER_VARIABLES
 from bench.machine import CASES
-from bench.models import make_model
+from bench.random_model import make_model
 from bench.workload import Workload
 
 TOTAL_SECONDS, QUICK_SECONDS = 1200.0, 3600.0

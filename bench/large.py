@@ -16,7 +16,7 @@ from agentjet.compute.memory import model_size, rank_need, replica_need, samplin
 from agentjet.config import SamplerConfig
 from bench import ours
 from bench.machine import copy_bandwidth
-from bench.models import SIZES, make_model
+from bench.random_model import SIZES, make_model
 from bench.workload import Workload
 
 VOCABULARY = 49_152

@@ -32,7 +32,7 @@ from bench.merge_layouts import (
     limits,
     measure,
 )
-from bench.models import make_model
+from bench.random_model import make_model
 
 BY_DEFAULT = [name for name in WORKLOADS if name != "turns40_long"]
 WITHOUT_CALLS = ("turns40_long",)  # Two million tokens as one row per call: that baseline is left out

@@ -169,6 +169,7 @@ same for all, is a small part of a step.
 # ---- the layouts -----------------------------------------------------------------------------------------------------
 
 MODES = ("call", "timeline", "forest")
+OWN = "call by the model"  # One row per call by the model's own layers, padded: for layers that no `RowPlan` computes
 ENOUGH_SECONDS = 30.0  # Steps that took so long together are not repeated: their noise is small beside them
 LongArray = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
@@ -185,9 +186,10 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The figures of one mode on one workload: seconds of each counted step, and the tokens and memory of a step."""
+    """The figures of one mode on one workload: both times of each counted step, and the tokens and memory of a step."""
 
     seconds: list[float]
+    cpu_seconds: list[float]
     tokens: int
     peak_mb: float
 
@@ -243,7 +245,7 @@ def lay_out(mode: str, rows: Sequence[Row]) -> Forest:
     """The batch as `mode` sees it: one forest, or many trees of one row each."""
     if mode == "forest":
         return build_forest(rows)
-    groups = [[row] for row in rows] if mode == "call" else timelines(rows)
+    groups = timelines(rows) if mode == "timeline" else [[row] for row in rows]
     return side_by_side([build_forest(group) for group in sorted(groups, key=lambda g: -len(g[-1].tokens))])
 
 
@@ -272,8 +274,11 @@ def side_by_side(trees: Sequence[Forest]) -> Forest:
 
 def make_learner(policy: Policy, mode: str) -> PolicyLearner:
     """The embedded backend's learner, with the pass of the mode."""
+    if mode == OWN:
+        policy.decoder.config._attn_implementation = policy.own_attention  # type: ignore[union-attr]
+        policy.learns_forests = False
     learner = PolicyLearner(policy)
-    if mode != "forest":
+    if mode in ("call", "timeline"):
         learner._pass = CausalRows(policy)
     return learner
 
@@ -288,15 +293,16 @@ def measure(mode: str, rows: Sequence[Row], folder: Path, run: Run) -> Measured:
     job = JobConfig(micro_batch_tokens=run.budget)
     learn_directly(learner, lay_out(mode, _warm_up(rows)), job, 0)
     before = _forget_peak()
-    seconds, tokens = [], 0
+    seconds, cpu, tokens = [], [], 0
     for version in range(1, run.steps + 1):
-        began = time.perf_counter()
+        began, used = time.perf_counter(), time.process_time()
         metrics = learn_directly(learner, lay_out(mode, rows), job, version)
         seconds.append(time.perf_counter() - began)
+        cpu.append(time.process_time() - used)
         tokens = round(metrics["forest/tokens_computed"])
         if sum(seconds) > ENOUGH_SECONDS:
             break
-    return Measured(seconds, tokens, _peak_mb() - before)
+    return Measured(seconds, cpu, tokens, _peak_mb() - before)
 
 
 def _warm_up(rows: Sequence[Row]) -> list[Row]:

@@ -39,6 +39,7 @@ IN_SMALL: dict[str, tuple[list[str], Callable[[Figures], bool]]] = {
         ["--quick", "--threads", "1", "--vocabulary", "1000", "--workloads", "turns12", "subagents"],
         lambda found: all(one["vs_call"] > 0 and one["token_ratio"] > 1 for one in found["workloads"].values()),
     ),
+    "models": (["--only", "families"], lambda found: found["families"] == 45 and found["tools_work"] >= 13),
     "policies": (["--quick"], lambda found: found["open_s"] > 0 and found["loop_stall_ms"] > 0),
     "recipes": (["--only", "grpo", "--steps", "20"], lambda found: found["learned"] == 1 and found["replay_equal"]),
     "research": (["--quick"], lambda found: found["correct"] > 0.5 and found["diagnosis_correct"] > 0.8),

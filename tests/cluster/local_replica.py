@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
+import shutil
 import tempfile
 import threading
 import time
@@ -124,9 +125,10 @@ class LocalReplica:
         if hasattr(model, "peft_config"):
             adapter = write_adapter(model, None, path)
         else:
-            tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
-            weights = {name: one.contiguous() for name, one in model.state_dict().items() if name not in tied}
-            save_file(weights, path, metadata={"format": "pt"})
+            folder = path.with_suffix("")  # As `rank.write_weights`: the names of the model's own files.
+            model.save_pretrained(folder, max_shard_size=1 << 62)
+            (folder / "model.safetensors").rename(path)
+            shutil.rmtree(folder)
         probe = np.random.default_rng(0).integers(3, model.config.vocab_size, PROBE_TOKENS).tolist()
         after = raw_logprobs(model, probe)
         return Publication(
@@ -172,10 +174,13 @@ class LocalReplica:
         first = next(iter(many))
         adoptions: list[asyncio.Task[Any]] = []
 
+        one_by_one = asyncio.Lock()  # As the gateway does. Many tokens may arrive at once.
+
         async def adopt(publication: Publication) -> None:
-            if suspends:
-                await self.peer.ask("suspend", POLICY)
-            await self.peer.ask("adopt", POLICY, publication)
+            async with one_by_one:
+                if suspends:
+                    await self.peer.ask("suspend", POLICY)
+                await self.peer.ask("adopt", POLICY, publication)
 
         async def run(key: int, wanted: Wanted) -> None:
             tokens = np.array(wanted.tokens, np.int32)

@@ -32,8 +32,9 @@ from agentjet.compute.weights import probe_failure
 from agentjet.config import ComputeConfig, ModelConfig, SamplerConfig
 from agentjet.errors import AgentJetError, ComputeError, GrammarError, OutOfCache, WorkerDied
 from agentjet.rendering import Renderer
+from agentjet.rendering.grammar import write_grammar
 from agentjet.timeline.forest import decode_set, encode_set
-from agentjet.types import Constraint, Conversation, Message, ModelInfo, SamplingParams
+from agentjet.types import Constraint, ModelInfo, SamplingParams
 from tests.cluster.local_replica import (
     POLICY,
     Completed,
@@ -200,7 +201,7 @@ def test_a_seed_gives_the_same_tokens_alone_and_beside_others(world: World) -> N
 
 def test_a_grammar_is_followed_also_from_tokens_sampled_elsewhere(world: World) -> None:
     renderer = Renderer(world.info)
-    grammar = renderer.grammar(Conversation((Message("user", "x"),)), Constraint(schema=SCHEMA))
+    grammar = write_grammar(Constraint(schema=SCHEMA), (), renderer.style)
     wanted = {
         i: Wanted(prompt(i, 10), SamplingParams(max_tokens=120, temperature=0.9, seed=i, grammar=grammar))
         for i in range(6)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from tests.compute.every_architecture import make_any
 from tests.tiny import SPECIAL, make_tokenizer, tokenizer
 
 BRANCHING = ("llama", "qwen3", "gemma", "gemma3", "granite")
@@ -17,6 +18,15 @@ ATTENTION = ("mistral", "gemma2", "gemma3_window", "gemma3n", "gemma4", "gpt_oss
 """Windows, soft caps, sinks, chunks, keys that layers share, values narrower than keys, layers of different sizes."""
 ROWS = (*ATTENTION, "mamba", "lfm2", "qwen3_next", "falcon_h1", "bamba", "recurrent_gemma")
 """The same, and recurrences, convolutions, and mixtures."""
+BY_TYPE = (
+    *("apertus", "cohere", "cohere2", "ernie4_5", "exaone4", "glm4", "hunyuan_v1_dense"),
+    *("ministral3", "olmo3", "seed_oss", "smollm3", "afmoe", "ernie4_5_moe", "glm4_moe", "granitemoe"),
+    *("hunyuan_v1_moe", "minimax_m2", "olmoe", "qwen2_moe", "deepseek_v2", "deepseek_v32"),
+    *("glm4_moe_lite", "glm_moe_dsa", "kimi_linear", "longcat_flash", "minicpm3", "granitemoehybrid", "jamba"),
+    *("lfm2_moe", "mamba2", "mimo_v2_flash", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text"),
+)
+"""Other models that people train, by model type: the library's default config with small sizes."""
+EVERY = (*BRANCHING, *MORE, *WRAPPERS, *ROWS, *BY_TYPE)
 
 
 def make_architecture(folder: Path, kind: str, *, seed: int = 0, **changes: Any) -> Path:
@@ -27,6 +37,8 @@ def make_architecture(folder: Path, kind: str, *, seed: int = 0, **changes: Any)
     import torch
     import transformers
 
+    if kind in BY_TYPE:
+        return make_any(folder, "AutoModelForCausalLM", kind)
     name, settings = _wrapper(kind) if kind in WRAPPERS else _config(kind)
     settings |= changes
     vocabulary = {

@@ -48,6 +48,12 @@ class Double(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def in_double(policy: Policy) -> None:
+    """Float64, with experts computed one by one, because the grouped kernel does not support float64."""
+    policy.model.double()
+    policy.config._experts_implementation = "eager"
+
+
 def policy_gradient(parameters: Mapping[str, object] | None = None) -> PolicyGradient:
     """GRPO with other parameters."""
     recipe = make_recipe(parameters or {})
@@ -63,7 +69,7 @@ def learner_gradient(
     learner._reference = reference
     loss = LossSpec.of(JobConfig(recipe=recipe, micro_batch_tokens=micro_batch_tokens))
     learner.forward_backward(TrainingBatch(0, forest), loss)
-    gradient = _flat(m.grad for m in learner.masters())
+    gradient = _flat(torch.zeros_like(m) if m.grad is None else m.grad for m in learner.masters())
     learner._optimizer.zero_grad()
     return gradient
 
@@ -84,6 +90,8 @@ class Baseline:
             return [row_logprobs(policy, row, weights) for row in rows]
 
         self._logps = logprobs(None)
+        self.logprobs = torch.cat(self._logps).detach()
+        """Of all targets, in the order of the forest of these rows."""
         with torch.no_grad():
             self._references = logprobs(reference)
 
@@ -102,7 +110,7 @@ class Baseline:
                 gap = reference - logp
                 loss = loss + recipe.kl_coef * (gap.exp() - gap - 1)
             total = total + weights[row["sequence"]] * loss.sum()
-        return _flat(torch.autograd.grad(total, self._parameters, retain_graph=True))
+        return _flat(torch.autograd.grad(total, self._parameters, retain_graph=True, materialize_grads=True))
 
     def _sequence_mean(self, sequence: int) -> Tensor:
         """Returns the mean log-ratio of all tokens of a sequence, over all its calls."""
@@ -123,11 +131,11 @@ def row_logprobs(policy: Policy, row: Row, weights: Weights | None = None) -> Te
 
 
 def batch_logprobs(policy: Policy, rows: Sequence[Row], weights: Weights | None = None) -> list[Tensor]:
-    """Returns the same for all calls as one batch, padded on the right, by fused attention as in a plan."""
+    """Returns the same for all calls as one batch, padded on the right, by the attention of a loaded model."""
     ids = torch.zeros(len(rows), max(len(row.tokens) for row in rows), dtype=torch.long)
     for i, row in enumerate(rows):
         ids[i, : len(row.tokens)] = torch.from_numpy(row.tokens)
-    with policy.attention("sdpa"):
+    with policy.attention(policy.own_attention):
         logits = _logits(policy, ids, weights)
     return [_of_completion(logits[i, : len(row.tokens)], row) for i, row in enumerate(rows)]
 

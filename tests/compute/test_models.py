@@ -1,6 +1,7 @@
-"""The table of docs/models.md, checked on a tiny random model of each architecture. Pinned here:
+"""The tables of docs/models.md, checked on a tiny random model of each architecture. Pinned here:
 
-1. each architecture loads, and the table is right about prefix sharing and adapters;
+1. each architecture loads, and the tables are right about prefix sharing, adapters, tools and reasoning;
+   `python -m tests.model_page` writes them;
 2. wrappers that read images train their language model only, to the gradient of one row per call;
 3. an export keeps every tensor of the original files, its class and its processor's files;
 4. an adapter samples, learns and is exported, or is refused; so is a model whose code fails;
@@ -31,12 +32,10 @@ from agentjet.rendering.vocabulary import Vocabulary
 from agentjet.timeline.forest import build_forest
 from agentjet.types import SamplingParams
 from tests import tiny
-from tests.compute.architectures import BRANCHING, MORE, ROWS, WRAPPERS, make_architecture
+from tests.compute.architectures import BRANCHING, BY_TYPE, EVERY, MORE, ROWS, WRAPPERS, make_architecture
 from tests.compute.baseline import Baseline, Double, episodes, learner_gradient, policy_gradient, relative
 from tests.compute.conftest import make_policy, model_config, with_random_adapter
-
-PAGE = Path(__file__).parents[2] / "docs" / "models.md"
-
+from tests.model_page import ARCHITECTURE, FAMILY, PAGE, architecture_row, family_rows, rows_of
 
 NO_FOREST = {"recurrent_gemma": "layers of kind linear_attention"}
 """Why a model learns one row per timeline, and samples them one by one."""
@@ -58,6 +57,19 @@ def test_the_table_says_what_a_model_gets(kind: str, tmp_path: Path, caplog: pyt
     assert f"| {kind} | `{name}` | {learning} | {sampling} | {adapters} |" in PAGE.read_text(encoding="utf-8")
     assert all("lora_" in name and "vision" not in name for name in policy.trainable())
     assert policy.info.end_tokens == (tiny.SPECIAL.index("<|im_end|>"),)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", BY_TYPE)
+def test_the_table_says_what_other_models_get(kind: str, tmp_path: Path) -> None:
+    assert architecture_row(kind, tmp_path / kind) in rows_of(PAGE.read_text(encoding="utf-8"), ARCHITECTURE)
+
+
+def test_the_tables_have_every_architecture_and_family() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert rows_of(page, FAMILY) == family_rows(page)
+    rows = rows_of(page, ARCHITECTURE)
+    assert [row.split(" | ")[0].strip("| ") for row in rows] == list(EVERY) and len(EVERY) == 67
 
 
 def test_a_wrapper_learns_its_language_model_only(tmp_path: Path) -> None:

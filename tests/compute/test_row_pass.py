@@ -23,7 +23,7 @@ from transformers import Cache
 from agentjet.compute.learner import PolicyLearner
 from agentjet.compute.model import prefix_sharing_obstacles
 from agentjet.compute.passes import RowPass
-from agentjet.compute.policy import Policy, find_logit_transform
+from agentjet.compute.policy import find_logit_transform
 from agentjet.compute.protocol import LossSpec
 from agentjet.compute.rank import Rank
 from agentjet.compute.sampler import ModelSampler
@@ -38,6 +38,7 @@ from tests.compute.baseline import (
     Double,
     another_reference,
     episodes,
+    in_double,
     learner_gradient,
     policy_gradient,
     relative,
@@ -45,12 +46,6 @@ from tests.compute.baseline import (
 )
 from tests.compute.conftest import make_endless, make_policy, model_config, run, sampled_rows, tokens
 from tests.compute.direct import learn_directly
-
-
-def in_double(policy: Policy) -> None:
-    """Float64, with experts computed one by one, because the grouped kernel does not support float64."""
-    policy.model.double()
-    policy.config._experts_implementation = "eager"
 
 
 def test_a_layer_that_attends_twice_shares_no_prefixes(folder_of: Callable[[str], Path]) -> None:

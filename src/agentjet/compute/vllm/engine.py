@@ -124,6 +124,11 @@ class Sets:
         del unread[:start]
 
 
+def _has_states(config: Any) -> bool:
+    """True if layers of a model carry a state, by vLLM's config of it."""
+    return bool(config.is_hybrid or config.is_attention_free)
+
+
 def _innermost(error: BaseException) -> str:
     """Returns the reason of the error that others wrap."""
     while error.__cause__ is not None:
@@ -183,7 +188,10 @@ class VllmEngine:
             listener.listen(1)
             listener.settimeout(CONNECT_SECONDS)
             try:
-                engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**settings, **ours))
+                arguments = AsyncEngineArgs(**settings, **ours)
+                if settings.get("enable_chunked_prefill") is False and _has_states(arguments.create_model_config()):
+                    arguments.enable_prefix_caching = False  # vLLM keeps states at the ends of chunks only.
+                engine = AsyncLLM.from_engine_args(arguments)
                 sets = Sets(listener.accept()[0])  # vLLM's worker connects while it starts.
             except Exception as error:  # Boundary: vLLM raises many kinds.
                 cause = _innermost(error)
@@ -476,13 +484,33 @@ class WeightsLoader:
         """Replace the weights by those of a safetensors file; returns the names of parameters that it lacks."""
         runner = self.model_runner
         model = runner.get_model()
-        names = {name for name, _ in model.named_parameters()}
+        computed = {name for name, _ in model.named_parameters()}
         with torch.inference_mode():
+            packed = self._forget_packed_experts(model)
             initialize_layerwise_reload(model)
+            # The first lack the second name of a tied head. The second lack what vLLM derives from weights.
+            names = computed & {name for name, _ in model.named_parameters()}
             loaded = model.load_weights(_tensors(path))
             finalize_layerwise_reload(model, runner.model_config)
+            for method, kernel in packed:  # Of experts that vLLM did not process again.
+                method.moe_kernel = method.moe_kernel or kernel
             self._refresh_tied_head(model)
         return sorted(names - (names if loaded is None else set(loaded)))
+
+    def _forget_packed_experts(self, model: Any) -> list[tuple[Any, Any]]:
+        """Let a CPU pack experts again: vLLM packs the first weights only, and would compute with raw ones.
+
+        Returns what is forgotten.
+        """
+        from vllm.platforms import current_platform
+
+        methods: list[Any] = [
+            getattr(module, "quant_method", None) for module in model.modules() if current_platform.is_cpu()
+        ]
+        packed = [(method, method.moe_kernel) for method in methods if getattr(method, "moe_kernel", None) is not None]
+        for method, _ in packed:
+            method.moe_kernel = None
+        return packed
 
     def _refresh_tied_head(self, model: Any) -> None:
         """Process a tied head again. The file has no weight for it, so vLLM keeps its packed copy of the old weight."""
