@@ -17,7 +17,7 @@ from jinja2 import TemplateError
 from tokenizers import AddedToken, Tokenizer
 
 from agentjet.errors import InvalidRequest
-from agentjet.front.prompts import CompletionParser
+from agentjet.front.prompts import AnswerDelta, CompletionParser
 from agentjet.rendering import Renderer, template_for
 from agentjet.rendering.chat_template import make_sandbox
 from agentjet.types import Conversation, Message, ModelInfo, Sampled
@@ -154,30 +154,30 @@ def model_info(folder: Path, name: str) -> ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """A completion as the server reads it: the message, and the streamed pieces of its reasoning and content."""
+    """A completion as the server reads it: the message, and the one of the streamed pieces."""
 
     message: Message
-    streamed: tuple[str, str]
+    streamed: Message
 
     @property
     def is_whole(self) -> bool:
         """True if the streamed pieces are the message's."""
-        return self.streamed == (self.message.reasoning, self.message.content)
+        return self.streamed == self.message
 
 
 def read(renderer: Renderer, text: str, *, tools: bool) -> Read:
     """Reads a completion that arrives token by token; the tokenizer has about one token a character."""
     offered = tuple(TABLE["tools"]) if tools else ()
     parser = CompletionParser(renderer, Conversation((Message("user", "Hi"),), offered), stop=(), id_prefix="call")
-    reasoning = content = ""
+    deltas: list[AnswerDelta] = []
     tokenizer = Tokenizer.from_file(str(Path(renderer.model.tokenizer_path) / "tokenizer.json"))
     for token in tokenizer.encode(text, add_special_tokens=False).ids:
         parser.push(Sampled((token,), (-0.5,), 0))
-        more = parser.stable_delta()
-        reasoning, content = reasoning + more[0], content + more[1]
+        deltas.append(parser.delta())
     parser.push(Sampled(renderer.model.end_tokens[:1], (-0.5,), 0, "stop"))
-    message, *rest = parser.message()
-    return Read(message, (reasoning + rest[0], content + rest[1]))
+    message, rest = parser.message()
+    whole = AnswerDelta(tuple(part for delta in (*deltas, rest) for part in delta.parts))
+    return Read(message, Message("assistant", whole.text, whole.reasoning, whole.calls))
 
 
 Tools = Literal["work", "refused", "wrong", "silent", "none"]
