@@ -27,6 +27,7 @@ from typing import Any
 
 from agentjet.errors import ConfigError, InvalidRequest
 from agentjet.rendering.chat_template import (
+    GUARD,
     MARK,
     OWN_VARIABLES,
     QUESTION,
@@ -45,6 +46,7 @@ from agentjet.rendering.formats import (
     literals_of,
     parse_completion,
     split_calls,
+    write_completion,
 )
 from agentjet.rendering.vocabulary import TextStream, Vocabulary, escape
 from agentjet.types import ESCAPE, Conversation, Message, ModelInfo, ToolCall
@@ -181,11 +183,53 @@ class Renderer:
 
     def tokenize_answer(self, conversation: Conversation, answer: Message) -> tuple[int, ...]:
         """Returns the tokens of a given answer to `conversation`: what the template writes after the generation prompt,
-        up to the end token.
+        up to the end token. If that is not read as the answer, returns what the formats write, if it is.
 
         Raises `InvalidRequest` (`template_error`) if the template writes an answer in another place or without an end.
         """
         prompt = self.render(conversation)
+        try:
+            tokens = self._templated_answer(conversation, prompt, answer)
+        except InvalidRequest:
+            if (written := self._formatted_answer(conversation, prompt, answer)) is None:
+                raise
+            return written
+        if _is_same(self.parse(tokens, conversation), answer):
+            return tokens
+        return self._formatted_answer(conversation, prompt, answer) or tokens
+
+    def _formatted_answer(self, conversation: Conversation, prompt: bytes, answer: Message) -> tuple[int, ...] | None:
+        """Returns the tokens of an answer as its formats write it, or None if they are not read as this answer."""
+        style, tail = self.style, self.generation_tail
+        reasoning, opened = style.reasoning, style.in_reasoning
+        # A prompt that has closed the block, and one that goes on without its tail, take no block.
+        is_closed = bool(
+            reasoning and answer.reasoning and self.closes_reasoning(prompt[-len(reasoning.closing) - 8 :])
+        )
+        if not (reasoning or answer.tool_calls) or is_closed or (opened and not prompt.endswith(tail)):
+            return None
+        if (reasoning is not None and reasoning.channels) or (answer.tool_calls and not style.tool_format):
+            return None
+        guarded = self._template.guarded
+        calls = tuple(
+            replace(call, name=guarded(call.name), arguments=guarded(call.arguments)) for call in answer.tool_calls
+        )
+        safe = replace(answer, content=guarded(answer.content), reasoning=guarded(answer.reasoning), tool_calls=calls)
+        try:
+            text = write_completion(safe, reasoning, opened, style.tool_format)
+        except (ValueError, AttributeError):  # The arguments are not a JSON object.
+            return None
+        parts = self._template.split(text)
+        encoded = b"".join(
+            self._escapes[part] if i % 2 else self._encode_text(part.replace(GUARD, "")) for i, part in enumerate(parts)
+        )
+        if not self._split_end(encoded)[1]:
+            encoded += self._ends[bool(calls)] or escape(self.model.end_tokens[0])
+        tokens = self.tokenize(encoded)
+        is_good = self._end_in(tokens) == len(tokens) - 1 and _is_same(self.parse(tokens, conversation), answer)
+        return tokens if is_good else None
+
+    def _templated_answer(self, conversation: Conversation, prompt: bytes, answer: Message) -> tuple[int, ...]:
         answered = replace(conversation, messages=(*conversation.messages, answer))
         whole = self._encode(self._template.render(answered, generation_prompt=False), {})
         if not whole.startswith(prompt):
@@ -452,8 +496,9 @@ class Renderer:
         self._after_result = after if is_good else self._after_question
         self.generation_tail = self._after_question.tail
         """Encoded text that the generation prompt has after the head of an assistant turn, such as `<think>`."""
-        ends = {self._end_after((question,), Message("assistant"), then) for then in (question, result)}
-        self._turn_end = ends.pop() if len(ends) == 1 else b""
+        self._ends = [self._end_after((question,), Message("assistant"), then) for then in (question, result)]
+        """The tokens that end an answer and a call, or empty."""
+        self._turn_end = self._ends[0] if len(set(self._ends)) == 1 else b""
         """The token that ends each answer. Empty if the end is the beginning of the next message."""
         rests = [self._rest((question,), calling, result, slots=slots) for slots in (True, False)]
         self._needs_calls = self._after_question.call_head is not None and rests[0] != rests[1]
@@ -524,6 +569,16 @@ class Renderer:
         except InvalidRequest:
             return None
         return rendered if any(isinstance(mark, BodySlot) for mark in rendered.marks) else None
+
+
+def _is_same(read: Message, given: Message) -> bool:
+    """True if two messages are the same to agents, except for white space at the ends of texts."""
+    texts = [(message.content.strip(), message.reasoning.strip()) for message in (read, given)]
+    try:
+        calls = [[(call.name, call.value()) for call in message.tool_calls] for message in (read, given)]
+    except ValueError:
+        return False
+    return texts[0] == texts[1] and calls[0] == calls[1]
 
 
 def _common(texts: Sequence[bytes]) -> bytes:
