@@ -218,6 +218,14 @@ def test_an_answer_keeps_its_tokens_before_the_end(family: str, name: str) -> No
     assert ours.show(told).count("Hello.") == 1
 
 
+def test_the_end_token_of_harmony_stays_in_history() -> None:
+    ours, asked = renderer("gpt_oss"), replace(conversation("prompt"), tools=())
+    ids = tokens("gpt_oss", "<|channel|>final<|message|>Hello.<|return|>")  # The template writes <|end|> in history.
+    said, after_it = ours.encode_tokens(ids), (*asked.messages, ours.parse(ids, asked), Message("user", "Go"))
+    told = ours.render(replace(asked, messages=after_it), sampled={1: said})
+    assert told.startswith(ours.render(asked) + said + ours.encode_tokens(tokens("gpt_oss", "<|start|>user")))
+
+
 @pytest.mark.parametrize("thought", ["", "Hm."])
 @pytest.mark.parametrize("num_calls", [0, 1, 2])
 @pytest.mark.parametrize("name", sorted(FORMATS))

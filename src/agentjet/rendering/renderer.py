@@ -116,6 +116,7 @@ class Renderer:
         texts = (self._form.call + self._form.closing) if self._form else ""
         self._call_ends = {self._escapes[end]: end in texts for end in ends}
         """Tokens that end a turn with calls. True if the token belongs to the text of a call."""
+        self._encoded_ends = tuple(map(escape, model_info.end_tokens))
         self._find_layout()
         ids = {literal: token.id for literal, token in self._control.items()}
         in_reasoning = reasoning is not None and self._opens(reasoning)
@@ -405,6 +406,10 @@ class Renderer:
         assert isinstance(slot, BodySlot)
         self._cut_head(pieces, at, slot, body.layout)
         pieces[at], own_end = body.text, body.end
+        replaced, written = self._replaced_end
+        if replaced and own_end == replaced and not slot.in_call and b"".join(pieces[at + 1 : at + 3]) == written:
+            pieces[at + 2] = own_end
+            return
         end = self._next_end(marks, i)
         if slot.in_call and not end:  # The end of a tool call is unknown.
             raise InvalidRequest("the model's chat template does not end tool calls", code="template_error")
@@ -476,9 +481,9 @@ class Renderer:
 
     def _split_end(self, encoded: bytes) -> tuple[bytes, bytes]:
         """Returns a completion without its end token, and the end token or b"". Templates write that themselves."""
-        ends = (escape(token_id) for token_id in self.model.end_tokens)
-        end = next((end for end in ends if encoded.endswith(end)), b"")
-        return encoded.removesuffix(end), end
+        if not encoded.endswith(self._encoded_ends):
+            return encoded, b""
+        return encoded[: -len(escape(0))], encoded[-len(escape(0)) :]
 
     def _literal(self, literal: str) -> bytes:
         """Returns a literal as encoded text, with the control tokens that the vocabulary has."""
@@ -500,6 +505,11 @@ class Renderer:
         """The tokens that end an answer and a call, or empty."""
         self._turn_end = self._ends[0] if len(set(self._ends)) == 1 else b""
         """The token that ends each answer. Empty if the end is the beginning of the next message."""
+        marks = [self._mark_after((question, Message("assistant"), *then)) for then in ((), (question,), (result,))]
+        ends = self._encoded_ends
+        is_replaced = marks[0] in ends and marks[1] == marks[2] and marks[1] not in (b"", *ends)
+        self._replaced_end = (marks[0], marks[1]) if is_replaced else (b"", b"")
+        """The end token of an answer, and what the template writes for it in history: harmony's `<|end|>`."""
         rests = [self._rest((question,), calling, result, slots=slots) for slots in (True, False)]
         self._needs_calls = self._after_question.call_head is not None and rests[0] != rests[1]
         """True if the template writes the result of a call differently if it does not see the call."""
@@ -552,6 +562,17 @@ class Renderer:
         end = self._slot_and_end(rendered)[1] if rendered else 0
         mark = rendered.marks[end] if rendered and end else ""
         return b"" if isinstance(mark, BodySlot) else self._escapes.get(mark, b"")
+
+    def _mark_after(self, messages: tuple[Message, ...]) -> bytes:
+        """Returns the control token that directly follows the slot of message 1, or empty."""
+        try:
+            rendered = self._template.render(Conversation(messages), slots=(1,), generation_prompt=False)
+        except InvalidRequest:
+            return b""
+        slot, _ = self._slot_and_end(rendered)
+        after = rendered.marks[slot + 1 : slot + 2]
+        is_direct = after and not rendered.texts[slot + 1] and not isinstance(after[0], BodySlot)
+        return self._escapes.get(str(after[0]), b"") if is_direct else b""
 
     def _slot_and_end(self, rendered: Rendered) -> tuple[int, int]:
         slot = next((i for i, mark in enumerate(rendered.marks) if isinstance(mark, BodySlot)), 0)
