@@ -217,6 +217,34 @@ def test_an_answer_keeps_its_tokens_before_the_end(family: str, name: str) -> No
     assert ours.show(told).count("Hello.") == 1
 
 
+def test_the_end_token_of_harmony_stays_in_history() -> None:
+    ours, asked = renderer("gpt_oss"), replace(conversation("prompt"), tools=())
+    ids = tokens("gpt_oss", "<|channel|>final<|message|>Hello.<|return|>")  # The template writes <|end|> in history.
+    said, after_it = ours.encode_tokens(ids), (*asked.messages, ours.parse(ids, asked), Message("user", "Go"))
+    told = ours.render(replace(asked, messages=after_it), sampled={1: said})
+    assert told.startswith(ours.render(asked) + said + ours.encode_tokens(tokens("gpt_oss", "<|start|>user")))
+
+
+@pytest.mark.parametrize("thought", ["", "Hm."])
+@pytest.mark.parametrize("num_calls", [0, 1, 2])
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_a_given_answer_is_read_as_given(name: str, num_calls: int, thought: str) -> None:
+    ours, asked = renderer(name), conversation("prompt")
+    if not ours.style.reasoning and thought:
+        return
+    calls = conversation("two_calls").messages[1].tool_calls[:num_calls]
+    answer = Message("assistant", "" if calls else "Hello.", thought, calls)
+    ids = ours.tokenize_answer(asked, answer)
+    read = ours.parse(ids, asked)
+    assert sum(id_ in ours.model.end_tokens for id_ in ids) == 1 and ids[-1] in ours.model.end_tokens
+    if name == "gpt_oss" and num_calls == 2:  # The token after its first call ends the turn.
+        assert meaning(read) == meaning(answer)[:1]
+        return
+    is_closed = name == "deepseek_v3_1"  # Its prompt has closed the block.
+    assert read.reasoning == ("" if is_closed else thought)
+    assert (read.content.strip(), meaning(read)) == (answer.content, meaning(answer))
+
+
 @pytest.mark.parametrize("name", TOOL_FORMATS)
 def test_what_a_format_writes_is_read(name: str) -> None:
     form = TOOL_FORMATS[name]

@@ -211,7 +211,7 @@ class ChatTemplate:
         self._arguments_as_text = trial is not None and trial.arguments_as_text
         self._omits_calls = trial is not None and not trial.writes_calls
         self._literals = _Literals(control)
-        self.split = self._literals.split
+        self.split, self.guarded = self._literals.split, self._literals.guarded
 
     def render(
         self,

@@ -25,6 +25,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import regex
 
+from agentjet.types import Message
+
 # ---- data ------------------------------------------------------------------------------------------------------------
 
 
@@ -261,6 +263,25 @@ HOLE = re.compile(r"\{(name|id|index|arguments|parameters|keywords|bare|key|valu
 def write_calls(form: ToolFormat, calls: Sequence[ParsedCall]) -> str:
     """Returns the text of calls as the format writes it. `arguments` are JSON text."""
     return form.opening + form.separator.join(_written(form, i, call) for i, call in enumerate(calls)) + form.closing
+
+
+def write_completion(answer: Message, reasoning: ReasoningFormat | None, in_reasoning: bool, tool_format: str) -> str:
+    """Returns the text that a `MessageReader` reads as `answer`. Harmony has one message in a completion.
+
+    Raises `ValueError` if the arguments of a call are not JSON.
+    """
+    calls = [ParsedCall(call.name, call.arguments) for call in answer.tool_calls]
+    called = write_calls(TOOL_FORMATS[tool_format], calls) if calls else ""
+    content, thought = answer.content, ""
+    if reasoning is not None:
+        before, after = reasoning.answer
+        line = "\n" if reasoning is THINK or not reasoning.opening else ""
+        if answer.reasoning or in_reasoning:
+            opening = "" if in_reasoning else reasoning.opening.rstrip("\n") + line
+            is_open = not reasoning.opening and called and not content
+            thought = opening + answer.reasoning + line + ("" if is_open else reasoning.closing + line)
+        content = before + content + after if content else ""
+    return thought + content + ("\n" if content and called else "") + called
 
 
 def _written(form: ToolFormat, index: int, call: ParsedCall) -> str:

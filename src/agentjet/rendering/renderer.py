@@ -27,6 +27,7 @@ from typing import Any
 
 from agentjet.errors import ConfigError, InvalidRequest
 from agentjet.rendering.chat_template import (
+    GUARD,
     MARK,
     OWN_VARIABLES,
     QUESTION,
@@ -43,6 +44,7 @@ from agentjet.rendering.formats import (
     OutputStyle,
     ReasoningFormat,
     literals_of,
+    write_completion,
 )
 from agentjet.rendering.parser import MessageReader, split_calls
 from agentjet.rendering.vocabulary import TextStream, Vocabulary, escape
@@ -113,6 +115,7 @@ class Renderer:
         texts = (self._form.call + self._form.closing) if self._form else ""
         self._call_ends = {self._escapes[end]: end in texts for end in ends}
         """Tokens that end a turn with calls. True if the token belongs to the text of a call."""
+        self._encoded_ends = tuple(map(escape, model_info.end_tokens))
         self._find_layout()
         ids = {literal: token.id for literal, token in self._control.items()}
         in_reasoning = reasoning is not None and self._opens(reasoning)
@@ -180,11 +183,53 @@ class Renderer:
 
     def tokenize_answer(self, conversation: Conversation, answer: Message) -> tuple[int, ...]:
         """Returns the tokens of a given answer to `conversation`: what the template writes after the generation prompt,
-        up to the end token.
+        up to the end token. If that is not read as the answer, returns what the formats write, if it is.
 
         Raises `InvalidRequest` (`template_error`) if the template writes an answer in another place or without an end.
         """
         prompt = self.render(conversation)
+        try:
+            tokens = self._templated_answer(conversation, prompt, answer)
+        except InvalidRequest:
+            if (written := self._formatted_answer(conversation, prompt, answer)) is None:
+                raise
+            return written
+        if _is_same(self.parse(tokens, conversation), answer):
+            return tokens
+        return self._formatted_answer(conversation, prompt, answer) or tokens
+
+    def _formatted_answer(self, conversation: Conversation, prompt: bytes, answer: Message) -> tuple[int, ...] | None:
+        """Returns the tokens of an answer as its formats write it, or None if they are not read as this answer."""
+        style, tail = self.style, self.generation_tail
+        reasoning, opened = style.reasoning, style.in_reasoning
+        # A prompt that has closed the block, and one that goes on without its tail, take no block.
+        is_closed = bool(
+            reasoning and answer.reasoning and self.closes_reasoning(prompt[-len(reasoning.closing) - 8 :])
+        )
+        if not (reasoning or answer.tool_calls) or is_closed or (opened and not prompt.endswith(tail)):
+            return None
+        if (reasoning is not None and reasoning.channels) or (answer.tool_calls and not style.tool_format):
+            return None
+        guarded = self._template.guarded
+        calls = tuple(
+            replace(call, name=guarded(call.name), arguments=guarded(call.arguments)) for call in answer.tool_calls
+        )
+        safe = replace(answer, content=guarded(answer.content), reasoning=guarded(answer.reasoning), tool_calls=calls)
+        try:
+            text = write_completion(safe, reasoning, opened, style.tool_format)
+        except (ValueError, AttributeError):  # The arguments are not a JSON object.
+            return None
+        parts = self._template.split(text)
+        encoded = b"".join(
+            self._escapes[part] if i % 2 else self._encode_text(part.replace(GUARD, "")) for i, part in enumerate(parts)
+        )
+        if not self._split_end(encoded)[1]:
+            encoded += self._ends[bool(calls)] or escape(self.model.end_tokens[0])
+        tokens = self.tokenize(encoded)
+        is_good = self._end_in(tokens) == len(tokens) - 1 and _is_same(self.parse(tokens, conversation), answer)
+        return tokens if is_good else None
+
+    def _templated_answer(self, conversation: Conversation, prompt: bytes, answer: Message) -> tuple[int, ...]:
         answered = replace(conversation, messages=(*conversation.messages, answer))
         whole = self._encode(self._template.render(answered, generation_prompt=False), {})
         if not whole.startswith(prompt):
@@ -364,6 +409,10 @@ class Renderer:
         assert isinstance(slot, BodySlot)
         self._cut_head(pieces, at, slot, body.layout)
         pieces[at], own_end = body.text, body.end
+        replaced, written = self._replaced_end
+        if replaced and own_end == replaced and not slot.in_call and b"".join(pieces[at + 1 : at + 3]) == written:
+            pieces[at + 2] = own_end
+            return
         end = self._next_end(marks, i)
         if slot.in_call and not end:  # The end of a tool call is unknown.
             raise InvalidRequest("the model's chat template does not end tool calls", code="template_error")
@@ -435,9 +484,9 @@ class Renderer:
 
     def _split_end(self, encoded: bytes) -> tuple[bytes, bytes]:
         """Returns a completion without its end token, and the end token or b"". Templates write that themselves."""
-        ends = (escape(token_id) for token_id in self.model.end_tokens)
-        end = next((end for end in ends if encoded.endswith(end)), b"")
-        return encoded.removesuffix(end), end
+        if not encoded.endswith(self._encoded_ends):
+            return encoded, b""
+        return encoded[: -len(escape(0))], encoded[-len(escape(0)) :]
 
     def _literal(self, literal: str) -> bytes:
         """Returns a literal as encoded text, with the control tokens that the vocabulary has."""
@@ -455,9 +504,15 @@ class Renderer:
         self._after_result = after if is_good else self._after_question
         self.generation_tail = self._after_question.tail
         """Encoded text that the generation prompt has after the head of an assistant turn, such as `<think>`."""
-        ends = {self._end_after((question,), Message("assistant"), then) for then in (question, result)}
-        self._turn_end = ends.pop() if len(ends) == 1 else b""
+        self._ends = [self._end_after((question,), Message("assistant"), then) for then in (question, result)]
+        """The tokens that end an answer and a call, or empty."""
+        self._turn_end = self._ends[0] if len(set(self._ends)) == 1 else b""
         """The token that ends each answer. Empty if the end is the beginning of the next message."""
+        marks = [self._mark_after((question, Message("assistant"), *then)) for then in ((), (question,), (result,))]
+        ends = self._encoded_ends
+        is_replaced = marks[0] in ends and marks[1] == marks[2] and marks[1] not in (b"", *ends)
+        self._replaced_end = (marks[0], marks[1]) if is_replaced else (b"", b"")
+        """The end token of an answer, and what the template writes for it in history: harmony's `<|end|>`."""
         rests = [self._rest((question,), calling, result, slots=slots) for slots in (True, False)]
         self._needs_calls = self._after_question.call_head is not None and rests[0] != rests[1]
         """True if the template writes the result of a call differently if it does not see the call."""
@@ -511,6 +566,17 @@ class Renderer:
         mark = rendered.marks[end] if rendered and end else ""
         return b"" if isinstance(mark, BodySlot) else self._escapes.get(mark, b"")
 
+    def _mark_after(self, messages: tuple[Message, ...]) -> bytes:
+        """Returns the control token that directly follows the slot of message 1, or empty."""
+        try:
+            rendered = self._template.render(Conversation(messages), slots=(1,), generation_prompt=False)
+        except InvalidRequest:
+            return b""
+        slot, _ = self._slot_and_end(rendered)
+        after = rendered.marks[slot + 1 : slot + 2]
+        is_direct = after and not rendered.texts[slot + 1] and not isinstance(after[0], BodySlot)
+        return self._escapes.get(str(after[0]), b"") if is_direct else b""
+
     def _slot_and_end(self, rendered: Rendered) -> tuple[int, int]:
         slot = next((i for i, mark in enumerate(rendered.marks) if isinstance(mark, BodySlot)), 0)
         return slot, self._next_end(rendered.marks, slot)
@@ -527,6 +593,16 @@ class Renderer:
         except InvalidRequest:
             return None
         return rendered if any(isinstance(mark, BodySlot) for mark in rendered.marks) else None
+
+
+def _is_same(read: Message, given: Message) -> bool:
+    """True if two messages are the same to agents, except for white space at the ends of texts."""
+    texts = [(message.content.strip(), message.reasoning.strip()) for message in (read, given)]
+    try:
+        calls = [[(call.name, call.value()) for call in message.tool_calls] for message in (read, given)]
+    except ValueError:
+        return False
+    return texts[0] == texts[1] and calls[0] == calls[1]
 
 
 def _common(texts: Sequence[bytes]) -> bytes:
