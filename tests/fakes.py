@@ -7,7 +7,7 @@ import hashlib
 import shutil
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -310,7 +310,7 @@ class ScriptedCompute:
             raise self.fail_learn.pop(0)
         if (op.run, batch.id) in self.deadly:
             raise self._killed("out of memory", op)
-        body = f"{batch.id}/{loss.step}/{body_digest(batch)}"
+        body = f"{batch.id}/{loss.step}/{body_digest(_without_routes(batch))}"
         if (result := known.repeated(op, body)) is not None:
             return Outputs(result, self.num_steps)
         assert batch.id == known.version, f"batch {batch.id} given to version {known.version}"
@@ -545,3 +545,9 @@ def episode_tree(*calls: CallView, **fields: Any) -> EpisodeTree:
     facts = {"episode_id": "e", "status": "finished", "mode": "train", "task_id": "t", "task_set": "", "group": "g"}
     ran = {"client_id": "c", "policy_version": 0, "num_calls": len(calls), "calls": calls}
     return EpisodeTree.model_validate({**facts, **ran, **fields})
+
+
+def _without_routes(batch: TrainingBatch) -> list[Any]:
+    """Returns the fields of a batch as they were digested when the journals of `tests/locks` were recorded."""
+    forest = [getattr(batch.forest, field.name) for field in fields(batch.forest) if "route" not in field.name]
+    return [forest if field.name == "forest" else getattr(batch, field.name) for field in fields(batch)]

@@ -129,12 +129,16 @@ class FakeVllm:
             "v1.core.sched.output": {"SchedulerOutput": object},
             "v1.core.sched.scheduler": {"Scheduler": object},
             "v1.sample.logits_processor": {"AdapterLogitsProcessor": object},
-            "engine.arg_utils": {"AsyncEngineArgs": dict},
+            "engine.arg_utils": {"AsyncEngineArgs": self.arguments},
             "v1.engine.async_llm": {"AsyncLLM": SimpleNamespace(from_engine_args=self.start)},
             "platforms": {"current_platform": SimpleNamespace(is_cpu=lambda: True)},
         }
 
-    def start(self, settings: dict[str, Any]) -> Any:
+    def arguments(self, **settings: Any) -> Any:
+        config = SimpleNamespace(is_hybrid=False, is_attention_free=False)
+        return SimpleNamespace(create_model_config=lambda: config, **settings)
+
+    def start(self, arguments: Any) -> Any:
         self.environment = dict(os.environ)
         raise RuntimeError("a fake has no engine")
 

@@ -676,7 +676,9 @@ class ActiveChoice:
         size = TOKEN_BYTES * (len(prompt.suffix) + len(completion))
         body = await offload(size, encode_call, record, prompt.pieces, pieces)
         num_computed = len(prompt.tokens) + len(completion) - 1
-        routes = await offload(sum(map(len, parser.routes)), joined, parser.routes, num_computed, self._num_experts)
+        routes = b""
+        if parser.routes:
+            routes = await offload(sum(map(len, parser.routes)), joined, parser.routes, num_computed, self._num_experts)
         calls.swarm.record_call(record, prompt.pieces, pieces, body, routes)
         call.recorded.append(record.id)
         await calls.commits.durable()
