@@ -47,7 +47,7 @@ READ = {"ChatBody", "Sampled"}
 """Stages that libraries make from JSON and from messages of the compute process."""
 PARTS = {
     "of a conversation": {"Conversation", "Message", "Constraint", "ToolCall"},
-    "of a prompt": {"NewContext", "Match", "Identity", "_Node", "Rendered", "BodySlot"},
+    "of a prompt": {"NewContext", "Match", "Identity", "_Node", "Rendered", "BodySlot", "_Body"},
     "of an answer": {"TokenLogprob", "AnswerHead"},
     "names": {"PolicyId"},
     "state": {"EpisodeRecord", "EpisodeCalls", "Pending"},
