@@ -275,6 +275,7 @@ def writing(*texts: str, shown: str = "") -> str:
     ("source", "tool_format", "remark"),
     [
         ("{% for m in messages %}{{ m.content }}{% endfor %}", "", "has no tools"),
+        ("{{ raise_exception('never') }}", "", "one message of a user: the model's chat template refuses"),
         (writing(), "", "writes no calls and shows no known syntax"),
         (writing(shown="<tool_call>...</tool_call>"), "hermes", ""),
         (writing(shown="<tool_call>"), "", "shows no known syntax"),
@@ -287,7 +288,17 @@ def writing(*texts: str, shown: str = "") -> str:
         ),
         (writing(f'<tool_call>{{"name": "{NAME}", "arguments": {TEXT}}}</tool_call>'), "hermes", ""),
     ],
-    ids=["no tools", "no calls", "shown", "half shown", "unknown", "other spaces", "two formats", "arguments as text"],
+    ids=[
+        "no tools",
+        "refuses",
+        "no calls",
+        "shown",
+        "half shown",
+        "unknown",
+        "other spaces",
+        "two formats",
+        "arguments as text",
+    ],
 )
 def test_the_trial_of_other_templates(source: str, tool_format: str, remark: str) -> None:
     trial = try_tools(source)

@@ -197,6 +197,8 @@ UNWRITTEN = [
     ("glm4_7", function("find it", {}, []), NAME, "'find it' cannot be written .* glm-4.7: use letters"),
     ("qwen3_coder", function("f", {"a\nb": {}}, []), PARAMETERS, "cannot be written .* qwen3-coder"),
     ("qwen3_coder", function("f", {"<|im_end|>": {}}, []), PARAMETERS, "cannot be written"),
+    ("qwen3_coder", function("f", {"a": {"enum": ["x</parameter>"]}}, []), PARAMETERS, "'x</parameter>' contains"),
+    ("gemma4", function("f", {"a": {"const": ['<|"|>']}}, []), PARAMETERS, "ends a value in calls"),
     ("lfm2", function("f", {"class": {"type": "string"}}, []), PARAMETERS, "'class' cannot be written"),
     ("gemma4", function("f", {"a": {"type": "object", "properties": {"b:c": {}}}}, []), PARAMETERS, "'b:c' .*: rename"),
     (

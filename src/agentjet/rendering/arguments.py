@@ -106,8 +106,9 @@ class Rules:
             return self.text(literal)
         head, *rest = self._split(literal)
         after = self.text("".join(rest))
-        if not head:  # Text ends where a control token begins.
-            terminal = NONEMPTY if content == ANYTHING else content
+        if not head:  # Text ends where a control token begins. Its name as text would end it for the parser, too.
+            terminal = NONEMPTY if content == ANYTHING else f"({content})"
+            terminal = rf"{terminal} & ~/(.|\n)*{escaped(rest[0])}(.|\n)*/"
             return f"{self.add(name.upper(), terminal)}{'?' if may_be_empty else ''} {after}"
         if content == ANYTHING and not rest:
             return self.add(f"{name}[lazy]", rf"/(.|\n)*{escaped(head)}/")
@@ -290,7 +291,7 @@ class ArgumentRules:
         if not is_text and not is_free:
             value = self._python(schema) if self._form.python else self._json(schema)
             return f"{head('false')} {value} {after_value}"
-        strings = _Strings(ANYTHING, True) if is_free else self._strings(schema)
+        strings = _Strings(ANYTHING, True) if is_free else self._strings(schema, after.strip())
         value = self._rules.up_to(after, self._next(), strings.terminal, may_be_empty=strings.may_be_empty)
         written = [f"{head('true')} {value}"]
         if is_free and "{is_text}" in self._form.parameter:
@@ -337,9 +338,17 @@ class ArgumentRules:
     def _choice(self, expressions: Iterable[str]) -> str:
         return f"({' | '.join(dict.fromkeys(expressions))})"
 
+    def _refuse_closed(self, words: Iterable[str], closing: str) -> None:
+        """Raises `InvalidRequest` for a word that contains the text behind it."""
+        if word := next((word for word in words if closing in word), None):
+            self._refuse(
+                f"the value {word!r} contains {closing!r}, which ends a value in calls of this model: leave it out."
+            )
+
     def _constant(self, value: Any) -> str:
         if not self._is_bare:
             return self._choice(map(quoted, (repr(value), json.dumps(value, ensure_ascii=False))))
+        self._refuse_closed(_texts(value), QUOTE)
         parts = bare(value).split(QUOTE)  # The text between is a client's, so it has no control token.
         return f" {self._rules.text(QUOTE)} ".join(map(quoted, parts))
 
@@ -373,7 +382,7 @@ class ArgumentRules:
         self._refuse_others(schema, OF_TEXT | OF_NUMBERS | OF_LISTS | OF_OBJECTS | {"type"})
         part = {key: value for key, value in schema.items() if key in own}
         if kind == "string" and self._is_bare:
-            strings = self._strings({**part, "type": "string"})
+            strings = self._strings({**part, "type": "string"}, QUOTE)
             text = self._rules.up_to(QUOTE, self._next(), strings.terminal, may_be_empty=strings.may_be_empty)
             return f"{self._rules.text(QUOTE)} {text}"
         if kind == "array":
@@ -423,12 +432,13 @@ class ArgumentRules:
         for choice in choices or ():
             yield from self._parts(self._resolved(choice))
 
-    def _strings(self, schema: Schema) -> _Strings:
-        """Returns the strings that a schema allows. Raises `InvalidRequest` if it allows none."""
+    def _strings(self, schema: Schema, closing: str) -> _Strings:
+        """Returns the strings that a schema allows. Raises `InvalidRequest` for none, or one with `closing`."""
         terminals, may_be_empty = list[str](), False
         for part in self._parts(schema):
             if "enum" in part or "const" in part:
                 words = [v for v in part.get("enum") or [part.get("const")] if isinstance(v, str)]
+                self._refuse_closed(words, closing)
                 terminals += [quoted(word) for word in words if word]
                 may_be_empty = may_be_empty or "" in words
             elif takes_text(part, self._root) is not False:
@@ -460,6 +470,18 @@ class ArgumentRules:
         if not terminals:
             return _Strings(ANYTHING, True)
         return _Strings(f"({' & '.join([*terminals, NONEMPTY])})", not least and not shapes)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yields the strings in a value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.items():
+            yield from _texts(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _texts(item)
 
 
 def _without(terminal: str, words: Sequence[str]) -> str:

@@ -69,9 +69,7 @@ def template_for(model_name: str, own_template: str | Mapping[str, str], tool_fo
         raise ConfigError(
             f"model {model_name!r} has no chat template: train a chat model, or add chat_template.jinja to it"
         )
-    if tool_format != "auto":
-        return own, tool_format
-    trial = try_tools(own)
+    trial = try_tools(own, tool_format)
     if trial.remark:
         log.warning("%s: %s", model_name, trial.remark)
     return own, trial.tool_format
@@ -455,7 +453,9 @@ def try_tools(source: str, tool_format: str = "auto") -> ToolTrial:
             else f"no tool format reads the calls that the chat template writes: {refused}"
         )
         return ToolTrial(forced, remark)
-    prompt = _prompt_with_tools(source)
+    prompt, error = _prompt_with_tools(source)
+    if error:
+        return ToolTrial(forced, f"one message of a user: {error}", writes_calls=False)
     if forced or not prompt:
         return ToolTrial(forced, "" if forced else f"the chat template has no tools: {refused}", writes_calls=False)
     shown = [name for name in names if tags_of(name) and all(tag in prompt for tag in tags_of(name))]
@@ -511,14 +511,19 @@ def _chosen(fitting: Sequence[str], texts: Sequence[str], num_calls: int, *, arg
     return ToolTrial(best, remark, arguments_as_text=arguments_as_text)
 
 
-def _prompt_with_tools(source: str) -> str:
-    """Returns the prompt of a question with a tool, or "" if the template ignores tools."""
+def _prompt_with_tools(source: str) -> tuple[str, str]:
+    """Returns the prompt of a question with a tool, "" if the template ignores tools; and why it refuses a question."""
+    asked = Conversation((Message("user", QUESTION),), (PROBE_TOOL,))
+    template = ChatTemplate(source, control=())
     try:
-        asked = Conversation((Message("user", QUESTION),), (PROBE_TOOL,))
-        prompt = "".join(ChatTemplate(source, control=()).render(asked).texts)
+        prompt = "".join(template.render(asked).texts)
     except InvalidRequest:
-        return ""
-    return prompt if str(PROBE_TOOL["function"]["name"]) in prompt else ""  # type: ignore[index]
+        try:
+            template.render(replace(asked, tools=()))
+        except InvalidRequest as error:
+            return "", str(error)
+        return "", ""
+    return prompt if str(PROBE_TOOL["function"]["name"]) in prompt else "", ""  # type: ignore[index]
 
 
 def find_reasoning(source: str, control: Collection[str]) -> ReasoningFormat | None:
