@@ -363,6 +363,8 @@ def test_objects_in_prose_are_no_calls() -> None:
     for text in ('See [1] and [f(2)], or {"name": "weather"}.', '{"name": "Bob", "age": 3}', "[note(1), x]"):
         for name in ("llama3", "pythonic"):
             assert split_calls(text, name, TABLE["tools"]) == (text, [])
+    unknown = '{"name": "other", "parameters": {}}'
+    assert split_calls(unknown, "llama3", TABLE["tools"]) == ("", [ParsedCall("other", "{}")])
 
 
 def test_the_ids_of_a_model_come_back_with_the_results() -> None:

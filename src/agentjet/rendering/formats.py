@@ -383,6 +383,10 @@ class Syntax:
             next_ = _spaced(parts[0])
             self._value_end = regex.compile(rf"{_edged(rest)}\s*(?={next_}|{re.escape(self._first)}|\Z)")
 
+    def is_meant(self, text: str) -> bool:
+        """True if an object in prose is a call whatever its name: it has the key of the arguments."""
+        return self.form.is_json and f'"{self._arguments_key}"' in text
+
     def is_junk(self, text: str) -> bool:
         """True if text in a section has no meaning between calls."""
         return self.opening is not None and not text.strip("[](),; \n\t" if "[" in self.form.opening else "; \n\t[],")

@@ -304,7 +304,10 @@ class _Calls:
         assert self._section is not None
         only_junk = self._syntax.is_junk(self._text[max(self._done, self._section[1]) : head.start()])
         # An object in a broken call, or in prose, may look like a call. Behind a call, it is one.
-        in_prose = self._syntax.is_unmarked and not (self._num_found and only_junk)
+        is_call = (self._num_found and only_junk) or (
+            item and self._syntax.is_meant(self._text[head.start() : item[0]])
+        )
+        in_prose = self._syntax.is_unmarked and not is_call
         known_only = self._schemas and (self._num_broken or in_prose)
         if item is None or (known_only and any(call.name not in self._schemas for call in item[1])):
             self._num_broken += 1
