@@ -84,7 +84,7 @@ class Kills:
         self._say(failover=time.monotonic() - killed_at, survives=survives)
 
     def _hosted(self) -> Hosted | None:
-        return next(iter(self._cluster._policies.values()), None)
+        return next(iter(self._cluster.policies.values()), None)
 
     def _fleet(self) -> list[ReplicaHandle]:
         hosted = self._hosted()
@@ -127,6 +127,6 @@ class Kills:
 
     def _pids(self, kind: str) -> dict[str, int]:
         """Process ids of a kind by name; 0 if unknown."""
-        processes = [one for policy in self._cluster._policies for one in self._cluster.processes(policy)]
+        processes = [one for policy in self._cluster.policies for one in self._cluster.processes(policy)]
         found = {one.name: PROCESS.search(one.place) for one in processes if one.kind == kind}
         return {name: int(match[1]) if match else 0 for name, match in found.items()}
