@@ -12,8 +12,10 @@ Any other model samples and learns one row per timeline with its own attention. 
 
 from __future__ import annotations
 
+import contextvars
 import copy
 import dataclasses
+import functools
 import hashlib
 import logging
 import re
@@ -61,7 +63,7 @@ from agentjet.compute.policy import (
     tolerance,
     why_not_loaded,
 )
-from agentjet.compute.recurrence import in_present_pass, install
+from agentjet.compute.recurrence import install
 from agentjet.config import LoraConfig, ModelConfig
 from agentjet.errors import AgentJetError, ConfigError
 from agentjet.rendering import template_for
@@ -236,7 +238,8 @@ def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
     def recomputing(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        bound = routes.in_present_routes(in_present_pass(forward))
+        # The backward pass calls it again, perhaps in a thread of its own.
+        bound = functools.partial(contextvars.copy_context().run, forward)
         return checkpoint(bound, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
     return recomputing

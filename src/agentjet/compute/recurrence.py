@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Protocol
 
 import numpy as np
@@ -136,35 +136,20 @@ def _padded(rows: Tensor, length: int) -> Tensor:
 # ---- the functions of `transformers` ---------------------------------------------------------------------------------
 
 
-class _Current(threading.local):
-    """The pass and the recurrent layer that a thread computes."""
-
-    recurrence: RecurrencePlan | None = None
-    layer = 0
-
-
-_current = _Current()
+_present: ContextVar[RecurrencePlan | None] = ContextVar("recurrence", default=None)
+"""The pass that a thread computes."""
+_layer: ContextVar[int] = ContextVar("layer", default=0)
+"""The recurrent layer that it computes."""
 
 
 @contextmanager
 def computing(recurrence: RecurrencePlan | None) -> Iterator[None]:
     """Context in which the recurrent layers of this thread compute a forest; with None, rows as the model does."""
-    before, _current.recurrence = _current.recurrence, recurrence
+    before = _present.set(recurrence)
     try:
         yield
     finally:
-        _current.recurrence = before
-
-
-def in_present_pass(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that computes in the pass that this thread computes now, whenever it is called."""
-    recurrence = _current.recurrence
-
-    def bound(*args: Any, **kwargs: Any) -> Any:
-        with computing(recurrence):
-            return forward(*args, **kwargs)
-
-    return bound
+        _present.reset(before)
 
 
 def install(decoder: nn.Module) -> int:
@@ -179,7 +164,7 @@ def install(decoder: nn.Module) -> int:
 
 
 def _enter(number: int, *_: Any) -> None:
-    _current.layer = number
+    _layer.set(number)
 
 
 def _functions(kind: type[nn.Module]) -> list[tuple[dict[str, Any], str]]:
@@ -193,9 +178,9 @@ def _functions(kind: type[nn.Module]) -> list[tuple[dict[str, Any], str]]:
 def _replaced(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def replaced(*args: Any, **kwargs: Any) -> Any:
-        if _current.recurrence is None:
+        if (recurrence := _present.get()) is None:
             return original(*args, **kwargs)
-        return ours(_current.recurrence, _current.layer, original, *args, **kwargs)
+        return ours(recurrence, _layer.get(), original, *args, **kwargs)
 
     replaced.computes_forests = True  # type: ignore[attr-defined]
     return replaced

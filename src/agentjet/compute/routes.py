@@ -17,9 +17,9 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -133,39 +133,23 @@ class _Answers(TorchFunctionMode):
 _OBSERVING = RoutePass()
 
 
-class _Current(threading.local):
-    """The choices of the pass that a thread computes."""
-
-    present: RoutePass | None = None
-
-
-_current = _Current()
+_present: ContextVar[RoutePass | None] = ContextVar("routes", default=None)
+"""The choices of the pass that a thread computes."""
 
 
 @contextmanager
 def routing(present: RoutePass | None) -> Iterator[None]:
     """Context in which the routers of this thread record or repeat choices; with None they do neither."""
-    before, _current.present = _current.present, present
+    before = _present.set(present)
     try:
         yield
     finally:
-        _current.present = before
+        _present.reset(before)
 
 
 def present_routes() -> RoutePass | None:
     """Returns the choices of the pass that this thread computes; None if they are not recorded or repeated."""
-    return _current.present
-
-
-def in_present_routes(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that repeats the choices of the pass that this thread computes now, whenever it is called."""
-    present = _current.present
-
-    def bound(*args: Any, **kwargs: Any) -> Any:
-        with routing(present):
-            return forward(*args, **kwargs)
-
-    return bound
+    return _present.get()
 
 
 def install(decoder: nn.Module) -> dict[str, nn.Module]:
@@ -189,7 +173,7 @@ def _chooses(module: nn.Module) -> bool:
 def _replaced(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        router, present = self.__dict__.get("agentjet_router"), _current.present
+        router, present = self.__dict__.get("agentjet_router"), present_routes()
         if router is None or present is None:
             return original(self, *args, **kwargs)
         with _Answers(router, present):
