@@ -384,7 +384,7 @@ class Syntax:
             self._value_end = regex.compile(rf"{_edged(rest)}\s*(?={next_}|{re.escape(self._first)}|\Z)")
 
     def is_meant(self, text: str) -> bool:
-        """True if an object in prose is a call whatever its name: it has the key of the arguments."""
+        """True if an object in prose is a call of any name: it has the key of the arguments."""
         return self.form.is_json and f'"{self._arguments_key}"' in text
 
     def is_junk(self, text: str) -> bool:
