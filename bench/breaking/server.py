@@ -120,7 +120,7 @@ def main() -> int:
             orders.append(Orders(compute, jumping))
             say(gateway=os.getpid())
         ForestKeeper(gateway, folder / "forests" / gateway.run)
-        orders[0].add(gateway._journal, folder)
+        orders[0].add(gateway.swarm.journal, folder)
         return gateway
 
     put_in_place: list[tuple[Any, str, Any]] = [

@@ -12,6 +12,7 @@ import os
 import re
 import signal
 import time
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Self
@@ -41,6 +42,13 @@ class Resumed(list[int]):
         return super().__iadd__(tokens)
 
 
+def _report(order: asyncio.Task[None]) -> None:
+    """Ends the gateway at an error of an order: the bench would wait for it."""
+    if not order.cancelled() and (error := order.exception()):
+        traceback.print_exception(error)
+        os._exit(1)
+
+
 class Kills:
     """Carries out the order `kill`, one at a time."""
 
@@ -59,6 +67,7 @@ class Kills:
             self._present.cancel()
         if kind:
             self._present = asyncio.create_task(self._carry_out(kind, at, delay, count, stops))
+            self._present.add_done_callback(_report)
 
     async def _carry_out(self, kind: str, at: str, delay: float, count: int, stops: bool) -> None:
         while not (self._is_moment(at) and self._victims(kind, at, count)):

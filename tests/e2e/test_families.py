@@ -20,7 +20,12 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.thorough]
 
 FAMILIES = {
     "Qwen3.5": ("AutoModelForImageTextToText", "qwen3_5", "qwen3_5", "tools: qwen3-coder, reasoning: <think>"),
-    "gpt-oss": ("AutoModelForCausalLM", "gpt_oss", "gpt_oss", "tools: harmony, reasoning: harmony"),
+    "gpt-oss": (
+        "AutoModelForCausalLM",
+        "gpt_oss",
+        "gpt_oss",
+        "tools: harmony, reasoning: <|channel|>analysis",
+    ),
     "GLM": ("AutoModelForCausalLM", "glm4_moe_lite", "glm4_7", "tools: glm-4.7, reasoning: <think>"),
     "Kimi": ("AutoModelForCausalLM", "deepseek_v3", "kimi_k2", "tools: kimi-k2, reasoning: <think>"),
     "Gemma": ("AutoModelForImageTextToText", "gemma4", "gemma4", "tools: gemma4, reasoning: <|channel>thought"),

@@ -21,7 +21,7 @@ import pytest
 from agentjet.errors import ConfigError
 from agentjet.front.prompts import prepare_prompt
 from agentjet.rendering import Renderer, template_for
-from agentjet.rendering.chat_template import try_tools
+from agentjet.rendering.chat_template import check_tool_format, try_tools
 from agentjet.rendering.formats import TOOL_FORMATS, ParsedCall, write_calls
 from agentjet.rendering.parser import split_calls
 from agentjet.timeline import ConversationTree
@@ -311,7 +311,7 @@ def test_a_forced_format_is_taken_and_an_unknown_one_is_refused() -> None:
     assert template_for("m", source, "llama3") == (source, "llama3")
     assert "model.tool_format = 'llama3' does not read the calls" in try_tools(source, "llama3").remark
     with pytest.raises(ConfigError, match=r"model.tool_format = 'qwen3-codr' .* did you mean 'qwen3-coder'\? .*hermes"):
-        template_for("m", source, "qwen3-codr")
+        check_tool_format("qwen3-codr")
 
 
 SCHEMA = {

@@ -204,6 +204,8 @@ def test_what_cannot_be_rendered_is_refused_by_name(build: Build) -> None:
     calling = Conversation((Message("user", "q"), CALLING))
     assert refusal(build("chatml"), calling) == ("tools_not_supported", "messages")
     assert refusal(build("{{ tools }}"), conversation(user, tools=(TOOL,))) == ("tools_not_supported", "tools")
+    untyped = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": {"enum": [1]}}}}}
+    assert refusal(build("gpt_oss"), conversation(user, tools=(untyped,))) == ("template_error", "tools")
     assert refusal(build("chatml"), Conversation(())) == ("invalid_request", "messages")
     assert refusal(build("chatml"), conversation(("user", "\ud83d"))) == ("invalid_text", "messages")
 

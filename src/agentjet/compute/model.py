@@ -66,7 +66,7 @@ from agentjet.compute.policy import (
 from agentjet.compute.recurrence import install
 from agentjet.config import LoraConfig, ModelConfig
 from agentjet.errors import AgentJetError, ConfigError
-from agentjet.rendering import template_for
+from agentjet.rendering import check_tool_format, template_for
 from agentjet.rendering.formats import TOOL_FORMATS
 from agentjet.timeline.forest import Row, build_forest
 from agentjet.types import ModelInfo, SlowWork
@@ -83,6 +83,7 @@ class BaseModel:
     def __init__(self, config: ModelConfig) -> None:
         """Load the configured model on its device; raises `ConfigError` naming what is wrong and the way out."""
         self._config = config
+        check_tool_format(config.tool_format)
         if config.threads:
             torch.set_num_threads(config.threads)
         device = resolve_device(config.device)

@@ -49,18 +49,21 @@ SMOLLM2 = "872be49dbb638044ad01b60388f48d469ff2980e5f0dccdc22ec907db54d0788"
 """SHA-256 of the chat template that all SmolLM2-Instruct models have."""
 
 
+def check_tool_format(name: str) -> None:
+    """Raises `ConfigError` for a name that is neither a tool format nor `auto`."""
+    if name not in ("auto", *TOOL_FORMATS):
+        known = ", ".join(("auto", *TOOL_FORMATS))
+        hint = did_you_mean(name, TOOL_FORMATS, "choose one of these")
+        raise ConfigError(f"model.tool_format = {name!r} is unknown: {hint} Known: {known}")
+
+
 def template_for(model_name: str, own_template: str | Mapping[str, str], tool_format: str = "auto") -> tuple[str, str]:
     """Returns the chat template (Jinja source) and the tool format of a model. `own_template` is that of its folder.
 
     A model may have named templates. Then `tool_use` renders conversations with tools, and `default` the others: the
     rule of `transformers`. SmolLM2's exact template ignores tools, so one of this package replaces it. The rest is
-    identical. `tool_format` names a format, or `auto`. Raises `ConfigError` for a model without a template, and for an
-    unknown format.
+    identical. `tool_format` names a format, or `auto`. Raises `ConfigError` for a model without a template.
     """
-    if tool_format not in ("auto", *TOOL_FORMATS):
-        known = ", ".join(("auto", *TOOL_FORMATS))
-        hint = did_you_mean(tool_format, TOOL_FORMATS, "choose one of these")
-        raise ConfigError(f"model.tool_format = {tool_format!r} is unknown: {hint} Known: {known}")
     own = own_template if isinstance(own_template, str) else _of_names(model_name, own_template)
     is_bundled = not own.strip() and Path(model_name).name.lower() == "smollm2-135m"
     if is_bundled or hashlib.sha256(own.strip().encode()).hexdigest() == SMOLLM2:
@@ -249,18 +252,14 @@ class ChatTemplate:
             if i in call_slots:
                 messages[i]["tool_calls"][0]["function"]["name"] = f"{SLOT}{i}{SLOT}"
         tools = [self._literals.guarded(dict(tool), "tools") for tool in conversation.tools] or None
+        given = {**(variables or {}), "messages": messages, "add_generation_prompt": generation_prompt}
         try:
-            output = self._template.render(
-                **(variables or {}),
-                messages=messages,
-                tools=tools,
-                documents=None,
-                add_generation_prompt=generation_prompt,
-                **self._tokens,
-            )
+            output = self._output(given, tools)
         except _TEMPLATE_FAULTS as error:
+            is_of_tools = tools is not None and self._renders(given)
+            what, param = ("these tools", "tools") if is_of_tools else ("this conversation", "messages")
             raise InvalidRequest(
-                f"the model's chat template refuses this conversation: {error}", code="template_error", param="messages"
+                f"the model's chat template refuses {what}: {error}", code="template_error", param=param
             ) from error
         pieces = self._literals.split(output)
         slot_of = {f"{SLOT}{i}{SLOT}": BodySlot(i, i in call_slots) for i in (*slots, *call_slots)}
@@ -275,6 +274,17 @@ class ChatTemplate:
         if any(SLOT in text for text in texts):
             raise InvalidRequest("the model's chat template changes the text of a slot", code="template_error")
         return Rendered([text.replace(GUARD, "") for text in texts], marks)
+
+    def _output(self, given: Mapping[str, Any], tools: Sequence[Any] | None) -> str:
+        return self._template.render(**given, tools=tools, documents=None, **self._tokens)
+
+    def _renders(self, given: Mapping[str, Any]) -> bool:
+        """True if the template takes a conversation without its tools."""
+        try:
+            self._output(given, None)
+        except _TEMPLATE_FAULTS:
+            return False
+        return True
 
     def _plain(self, message: Message, ids: Mapping[str, str]) -> dict[str, Any]:
         """Returns a message as templates expect it: without empty fields, and with JSON arguments as values."""

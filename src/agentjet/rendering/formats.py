@@ -88,7 +88,7 @@ class ReasoningFormat:
 
     @property
     def name(self) -> str:
-        return HARMONY if self.channels else (self.opening or self.closing).strip()
+        return (self.opening or self.closing).strip()
 
 
 HARMONY = "harmony"
