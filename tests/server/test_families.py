@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from agentjet.rendering import template_for
-from agentjet.rendering.formats import HARMONY, REASONING_FORMATS, TOOL_FORMATS, ParsedCall, write_calls
+from agentjet.rendering.formats import REASONING_FORMATS, TOOL_FORMATS, ParsedCall, write_calls
 from agentjet.types import ModelInfo
 from tests import tiny
 from tests.fakes import saying
@@ -45,7 +45,7 @@ def card(folder: Path, name: str) -> ModelInfo:
 
 def said(info: ModelInfo, name: str, *, calls: bool) -> str:
     """Returns an answer of the model with a thought, and with two calls and their end token, or a text."""
-    reasoning = REASONING[MODELS.get(name, HARMONY)]
+    reasoning = REASONING[MODELS.get(name, "<|channel|>analysis<|message|>")]
     thought = f"{reasoning.opening}Hm.{reasoning.closing}"
     written = [ParsedCall(called, json.dumps(arguments)) for called, arguments in CALLS]
     before, after = reasoning.answer
