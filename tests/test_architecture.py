@@ -79,6 +79,11 @@ PACKAGES = {
         "fastapi numpy prometheus_client psutil starlette",
     ),
     "client": rule(f"{VOCABULARY} protocol", "httpx pydantic", lazy="rich"),
+    "environments": rule(
+        f"{VOCABULARY} section client",
+        "httpx pydantic",
+        lazy="gymnasium inspect_ai mcp openai openenv reasoning_gym scienceworld textarena verifiers",
+    ),
     "trackers": rule(VOCABULARY, lazy="mlflow tensorboardX trackio wandb"),
     "research": rule(f"{VOCABULARY} database config client", "jinja2 markdown_it numpy pydantic scipy", lazy="httpx"),
     "__init__": rule(f"{VOCABULARY} client"),

@@ -1,0 +1,128 @@
+"""`Environment`: tasks, held-out tasks and an agent, from a name such as `gymnasium:FrozenLake-v1`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Sequence
+from typing import Any, Self
+
+from pydantic import ValidationError
+
+from agentjet.client.command import environment as variables_of
+from agentjet.client.episode import AsyncEpisode
+from agentjet.environments.kind import EnvironmentFailed, Kind
+from agentjet.environments.pool import START_SECONDS, Pool
+from agentjet.environments.registry import check_installed, find
+from agentjet.errors import ConfigError, did_you_mean
+from agentjet.types import Reward, Task, shown
+
+
+class Environment:
+    """An environment: `swarm.train(environment.agent, environment.tasks)`. Close it to end its processes."""
+
+    def __init__(self, name: str, kind: Kind, pool: Pool, listed: Sequence[dict[str, Any]]) -> None:
+        self.name = name
+        self.kind = kind
+        self._pool = pool
+        self._listed = {row["id"]: row for row in listed}
+        self.tasks = self._of("train")
+        """Tasks to train on; the task set is the name of the environment."""
+        self.held_out = self._of("held_out")
+        """Tasks that are never trained on."""
+
+    def _of(self, split: str) -> list[Task]:
+        rows = (row for row in self._listed.values() if row["split"] == split)
+        return [Task(row["id"], self.name, row["payload"]) for row in rows]
+
+    async def agent(self, task: Task, episode: AsyncEpisode) -> Reward:
+        """Plays one episode in a process of the pool. Raises `EnvironmentFailed`, which aborts the episode."""
+        if task.id not in self._listed or task.task_set != self.name:
+            raise EnvironmentFailed(f"{self.name} has no task {task.id!r}: play the tasks of `tasks` or `held_out`")
+        order = {
+            "do": "play",
+            "task": self._listed[task.id],
+            "model": self._model(episode),
+            "variables": {name: value for name, value in variables_of(task, episode).items() if name in GIVEN},
+        }
+        answer = await self._pool.play(order, self.kind.seconds)
+        return Reward(**answer)
+
+    def _model(self, episode: AsyncEpisode) -> dict[str, Any]:
+        policy = self.kind.policy
+        if episode.policies and policy not in episode.policies:
+            names = ", ".join(episode.policies)
+            raise ConfigError(f"policy = {policy!r} of {self.name}: the run has the policies {names}; give one of them")
+        return {
+            "base_url": episode.base_url,
+            "api_key": episode.api_key,
+            "url_with_key": f"{episode.anthropic_base_url}/k/{episode.api_key}/v1",
+            "name": policy or episode.model,
+            "max_turns": episode.max_turns,
+            "max_tokens": self.kind.max_tokens,
+            "temperature": self.kind.temperature,
+        }
+
+    def close(self) -> None:
+        self._pool.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Environment {self.name}: {len(self.tasks)} tasks, {len(self.held_out)} held out>"
+
+
+GIVEN = frozenset({f"{api}_{name}" for api in ("OPENAI", "ANTHROPIC") for name in ("BASE_URL", "API_KEY", "MODEL")}) | {
+    "AGENTJET_EPISODE",
+    "AGENTJET_TASK",
+    "NO_PROXY",
+    "no_proxy",
+}
+"""Variables that change from one episode to the next."""
+
+
+def load(name: str, **settings: Any) -> Environment:
+    """Returns the environment `KIND:TARGET`, such as `load("gymnasium:FrozenLake-v1", num_tasks=50)`.
+
+    Starts a process that lists the tasks. Raises `ConfigError` for an unknown kind or setting, a missing package (with
+    the command that installs it) or tasks that cannot be listed.
+    """
+    kind_name, environment = parsed(name, settings)
+    pool = Pool(kind_name, environment)
+    try:
+        listed = pool.ask({"do": "tasks"}, START_SECONDS)
+    except EnvironmentFailed as error:
+        pool.close()
+        raise ConfigError(f"the tasks of {name} cannot be listed: {error}") from None
+    return Environment(name, environment, pool, listed)
+
+
+def parsed(name: str, settings: dict[str, Any]) -> tuple[str, Kind]:
+    """The kind's name and its settings, checked. Raises `ConfigError`."""
+    kind_name, _, target = name.partition(":")
+    kind = find(kind_name)
+    check_installed(kind_name, kind)
+    if inspect.isabstract(kind):
+        raise ConfigError(f"the kind {kind_name!r} is abstract: it must define tasks and play")
+    try:
+        return kind_name, kind.model_validate({"target": target, **settings})
+    except ValidationError as error:
+        wrong = error.errors()[0]
+    key, message = ".".join(map(str, wrong["loc"])), wrong["msg"].removeprefix("Value error, ")
+    if wrong["type"] == "extra_forbidden":
+        fields = list(kind.model_fields)
+        message = f"unknown setting; {did_you_mean(key, fields, f'there are {chr(44).join(fields)}')}"
+    raise ConfigError(f"{name}: {key} = {shown(wrong['input'])}: {message}")
+
+
+def mixture(environments: Iterable[Environment]) -> Any:
+    """Returns the agent for the tasks of several environments, each of which keeps its own pool."""
+    by_name = {environment.name: environment for environment in environments}
+
+    async def agent(task: Task, episode: AsyncEpisode) -> Reward:
+        return await by_name[task.task_set].agent(task, episode)
+
+    return agent

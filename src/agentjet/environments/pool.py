@@ -1,0 +1,193 @@
+"""`Pool`: the processes in which an environment lists its tasks and plays its episodes.
+
+A process plays one episode at a time. It is replaced when it crashes, exceeds a limit, or its episode is cancelled.
+Pipes are read in threads, because an asynchronous pipe would belong to one event loop, and a run may have several.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from agentjet.client.threads import in_thread
+from agentjet.environments.kind import EnvironmentFailed, Kind
+from agentjet.errors import ConfigError
+
+MAX_PRINTED = 16 << 20
+"""Bytes that a process may print in one episode."""
+KEPT_BYTES = 2000
+"""Bytes of what a process printed last, for the reason of an abort."""
+START_SECONDS = 300.0
+"""Time to import a library and list the tasks."""
+END_SECONDS = 2.0
+
+
+class Pool:
+    """Starts processes when they are needed, up to `Kind.processes`, and keeps them."""
+
+    def __init__(self, kind: str, environment: Kind) -> None:
+        """`kind` is the name that the process resolves again."""
+        self._start = {"kind": kind, "settings": environment.model_dump(mode="json", exclude_unset=True)}
+        self._keeps = not environment.one_episode_a_process
+        self._room = threading.Semaphore(environment.processes)
+        self._idle: list[Worker] = []
+        self._is_closed = False
+
+    async def play(self, order: Mapping[str, Any], seconds: float) -> Any:
+        """Sends an order to a free process. A cancelled order ends its process."""
+        turn = _Turn()
+        try:
+            return await in_thread(self.ask, order, seconds, turn)
+        finally:
+            turn.cancel()
+
+    def ask(self, order: Mapping[str, Any], seconds: float, turn: _Turn | None = None) -> Any:
+        """Waits for a free process, sends it an order, and returns the result.
+
+        Raises `EnvironmentFailed` if the environment fails, and `ConfigError` for wrong settings or packages.
+        """
+        with self._room:
+            worker = self._idle.pop() if self._idle else Worker()
+            try:
+                if turn is not None and not turn.begin(worker):
+                    raise EnvironmentFailed("the episode was cancelled")
+                if worker.is_new:
+                    _result(worker.ask(self._start, START_SECONDS))
+                answer = worker.ask(order, seconds)
+            except BaseException:
+                worker.end()
+                raise
+            if self._keeps and not self._is_closed and (turn is None or turn.finish()):
+                self._idle.append(worker)
+            else:
+                worker.end()
+        return _result(answer)
+
+    def close(self) -> None:
+        """Ends the processes that play no episode. The others end with their episode."""
+        self._is_closed = True
+        while self._idle:
+            self._idle.pop().end()
+
+
+class _Turn:
+    """The use of a process by one episode, which another thread may cancel."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._worker: Worker | None = None
+        self._has_ended = False
+
+    def begin(self, worker: Worker) -> bool:
+        """False if the episode was cancelled before."""
+        with self._lock:
+            self._worker = worker
+            return not self._has_ended
+
+    def finish(self) -> bool:
+        """Gives the process back. False if the episode was cancelled, and its process killed."""
+        with self._lock:
+            is_in_use, self._has_ended = not self._has_ended, True
+            return is_in_use
+
+    def cancel(self) -> None:
+        with self._lock:
+            if not self._has_ended and self._worker is not None:
+                self._worker.kill()
+            self._has_ended = True
+
+
+def _result(answer: Mapping[str, Any]) -> Any:
+    if "error" in answer:
+        raise (ConfigError if answer["wrong"] == "settings" else EnvironmentFailed)(answer["error"])
+    return answer["result"]
+
+
+class Worker:
+    """A process of the pool: `python -m agentjet.environments.worker`."""
+
+    def __init__(self) -> None:
+        self.is_new = True
+        self._folder = tempfile.TemporaryDirectory(prefix="agentjet-env-", ignore_cleanup_errors=True)
+        # The process runs in another folder, and finds the same modules: a kind may stand beside the caller's script.
+        paths = [os.path.abspath(path) for path in sys.path if os.path.isdir(path or ".")]
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "agentjet.environments.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            cwd=self._folder.name,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "AGENTJET_CALLER": str(Path.cwd())},
+            start_new_session=True,
+        )
+        self._printed = bytearray()
+        self._num_printed = 0
+        self._is_late = False
+        self._reading = threading.Thread(target=self._read_prints, daemon=True)
+        self._reading.start()
+
+    def ask(self, order: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+        """Sends an order and waits for the answer. Raises `EnvironmentFailed` if the process ends, or is too slow."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self.is_new, self._num_printed = False, 0
+        limit = threading.Timer(seconds, self._end_late)
+        limit.daemon = True
+        limit.start()
+        try:
+            self._process.stdin.write(json.dumps(order).encode() + b"\n")
+            self._process.stdin.flush()
+            answer: dict[str, Any] = json.loads(self._process.stdout.readline())
+        except (ValueError, OSError):  # It ended, or wrote something else.
+            late = f"it did not end within {seconds:g} s and was ended"
+            raise EnvironmentFailed(late if self._is_late else self._reason()) from None
+        finally:
+            limit.cancel()
+        return answer
+
+    def _end_late(self) -> None:
+        self._is_late = True
+        self.kill()
+
+    def _reason(self) -> str:
+        if self._num_printed > MAX_PRINTED:
+            return f"it printed more than {MAX_PRINTED >> 20} MiB in one episode and was ended: print less"
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_SECONDS)
+        self._reading.join(END_SECONDS)
+        printed = self._printed.decode(errors="replace").strip()
+        code = self._process.returncode
+        end = f"by signal {-code}" if code is not None and code < 0 else f"with exit code {code}"
+        return f"its process ended {end}; " + (f"it printed last: {printed}" if printed else "it printed nothing")
+
+    def _read_prints(self) -> None:
+        assert self._process.stderr is not None
+        while content := os.read(self._process.stderr.fileno(), 1 << 16):
+            self._num_printed += len(content)
+            self._printed += content
+            del self._printed[:-KEPT_BYTES]
+            if self._num_printed > MAX_PRINTED:
+                self.kill()
+                return
+
+    def kill(self) -> None:
+        """Ends the process and its session."""
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def end(self) -> None:
+        self.kill()
+        self._process.wait()
+        self._reading.join(END_SECONDS)  # A process that it left may hold its output open.
+        for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
+            with suppress(OSError):
+                pipe.close()  # type: ignore[union-attr]
+        self._folder.cleanup()

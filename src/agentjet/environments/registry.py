@@ -1,0 +1,81 @@
+"""Finds kinds by name.
+
+A name is one of `KINDS`, an entry point `agentjet.environments` of an installed package, or an import path
+`package.module/Class`: a colon begins the target.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import shutil
+import sys
+from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
+
+from agentjet.environments.kind import Kind
+from agentjet.errors import ConfigError, did_you_mean
+
+KINDS = {
+    "gymnasium": "gymnasium:Gymnasium",
+    "harbor": "harbor:Harbor",
+    "inspect": "inspect_ai:Inspect",
+    "mcp": "mcp:Mcp",
+    "openenv": "openenv:OpenEnv",
+    "reasoning_gym": "reasoning_gym:ReasoningGym",
+    "scienceworld": "scienceworld:ScienceWorld",
+    "textarena": "textarena:TextArena",
+    "verifiers": "verifiers:Verifiers",
+}
+"""The built-in kinds: a module of `agentjet.environments.kinds`, and its class."""
+GROUP = "agentjet.environments"
+
+
+def installed() -> dict[str, EntryPoint]:
+    """Returns the entry points of installed packages by name, without those of built-in names."""
+    return {entry.name: entry for entry in entry_points(group=GROUP) if entry.name not in KINDS}
+
+
+def find(name: str) -> type[Kind]:
+    """Returns the class of a kind. Raises `ConfigError`."""
+    others = installed()
+    if name in KINDS:
+        path = f"{__package__}.kinds.{KINDS[name]}"
+    elif name in others:
+        path = others[name].value
+    elif "." in name or "/" in name:
+        path = name.replace("/", ":")
+    else:
+        known = [*KINDS, *others]
+        way_out = did_you_mean(name, known, f"there are {', '.join(known)}, and package.module/Class")
+        raise ConfigError(f"there is no kind of environment {name!r}; {way_out}")
+    module, _, attribute = path.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"the kind {name!r} cannot be loaded from {path}: {error}") from None
+    if not (isinstance(found, type) and issubclass(found, Kind)):
+        raise ConfigError(f"the kind {name!r} is {found!r}: it must be a subclass of agentjet.environments.Kind")
+    return found
+
+
+def check_installed(name: str, kind: type[Kind]) -> None:
+    """Raises `ConfigError` with the install command if a library or program is missing, or its version does not fit."""
+    match = re.fullmatch(r"([\w.-]+?)(?:>=([\d.]+))?(?:,?<([\d.]+))?", kind.requires)
+    if match is not None:
+        package, least, below = match.groups()
+        pip = f"{sys.executable} -m pip install '{kind.requires}'"
+        try:
+            present = version(package)
+        except PackageNotFoundError:
+            raise ConfigError(f"environments of kind {name} need the package {package}: {pip}") from None
+        numbers = _numbers(present)
+        if (least and numbers < _numbers(least)) or (below and numbers >= _numbers(below)):
+            raise ConfigError(f"{package} {present} does not fit the kind {name}, which needs {kind.requires}: {pip}")
+    if kind.needs and shutil.which(kind.needs) is None:
+        raise ConfigError(f"environments of kind {name} need the program {kind.needs}: {kind.install}")
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """The numbers of a version, such as (1, 4, 0)."""
+    found = re.match(r"\d+(?:\.\d+)*", version)
+    return tuple(map(int, found[0].split("."))) if found else ()
