@@ -53,6 +53,8 @@ class Kind(Section, ABC):
     """Meaning of the target, for `agentjet env list`, such as "ID of a Gymnasium environment"."""
     one_episode_a_process: ClassVar[bool] = False
     """True if the library cannot play a second episode in one process."""
+    keeps_processes: ClassVar[bool] = False
+    """True if a program that one episode started serves the next one, too. Otherwise it is ended after the episode."""
 
     target: str = ""
     """Part of the name behind the colon."""

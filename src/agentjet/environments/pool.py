@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -29,6 +28,10 @@ KEPT_BYTES = 2000
 START_SECONDS = 300.0
 """Time to import a library and list the tasks."""
 END_SECONDS = 2.0
+KILL_SECONDS = 10.0
+"""Longest attempt to end processes that start new ones."""
+MAX_ANSWER = 64 << 20
+"""Bytes of an answer of a process."""
 
 
 class Pool:
@@ -39,6 +42,7 @@ class Pool:
         self._start = {"kind": kind, "settings": environment.model_dump(mode="json", exclude_unset=True)}
         self._keeps = not environment.one_episode_a_process
         self._room = threading.Semaphore(environment.processes)
+        self._lock = threading.Lock()
         self._idle: list[Worker] = []
         self._is_closed = False
 
@@ -55,28 +59,51 @@ class Pool:
 
         Raises `EnvironmentFailed` if the environment fails, and `ConfigError` for wrong settings or packages.
         """
+        turn = turn or _Turn()
         with self._room:
-            worker = self._idle.pop() if self._idle else Worker()
+            worker = self._worker(turn)
             try:
-                if turn is not None and not turn.begin(worker):
-                    raise EnvironmentFailed("the episode was cancelled")
                 if worker.is_new:
                     _result(worker.ask(self._start, START_SECONDS))
                 answer = worker.ask(order, seconds)
             except BaseException:
+                turn.finish()
                 worker.end()
                 raise
-            if self._keeps and not self._is_closed and (turn is None or turn.finish()):
-                self._idle.append(worker)
-            else:
+            if not (turn.finish() and self._keep(worker)):
                 worker.end()
         return _result(answer)
 
+    def _worker(self, turn: _Turn) -> Worker:
+        """Returns an idle process, or a new one."""
+        with self._lock:
+            if self._is_closed:
+                raise EnvironmentFailed("the environment was closed: load it again")
+            if turn.has_ended:
+                raise EnvironmentFailed("the episode was cancelled")
+            worker = self._idle.pop() if self._idle else None
+        worker = worker or Worker()
+        if not turn.begin(worker):
+            worker.end()
+            raise EnvironmentFailed("the episode was cancelled")
+        return worker
+
+    def _keep(self, worker: Worker) -> bool:
+        with self._lock:
+            is_kept = self._keeps and not self._is_closed
+            if is_kept:
+                self._idle.append(worker)
+            return is_kept
+
     def close(self) -> None:
         """Ends the processes that play no episode. The others end with their episode."""
-        self._is_closed = True
-        while self._idle:
-            self._idle.pop().end()
+        with self._lock:
+            self._is_closed = True
+            idle, self._idle = self._idle, []
+        for worker in idle:
+            worker.kill()
+        for worker in idle:
+            worker.end()
 
 
 class _Turn:
@@ -85,25 +112,25 @@ class _Turn:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._worker: Worker | None = None
-        self._has_ended = False
+        self.has_ended = False
 
     def begin(self, worker: Worker) -> bool:
         """False if the episode was cancelled before."""
         with self._lock:
             self._worker = worker
-            return not self._has_ended
+            return not self.has_ended
 
     def finish(self) -> bool:
         """Gives the process back. False if the episode was cancelled, and its process killed."""
         with self._lock:
-            is_in_use, self._has_ended = not self._has_ended, True
+            is_in_use, self.has_ended = not self.has_ended, True
             return is_in_use
 
     def cancel(self) -> None:
         with self._lock:
-            if not self._has_ended and self._worker is not None:
+            if not self.has_ended and self._worker is not None:
                 self._worker.kill()
-            self._has_ended = True
+            self.has_ended = True
 
 
 def _result(answer: Mapping[str, Any]) -> Any:
@@ -145,8 +172,10 @@ class Worker:
         try:
             self._process.stdin.write(json.dumps(order).encode() + b"\n")
             self._process.stdin.flush()
-            answer: dict[str, Any] = json.loads(self._process.stdout.readline())
-        except (ValueError, OSError):  # It ended, or wrote something else.
+            answer = json.loads(self._process.stdout.readline(MAX_ANSWER + 2))
+            if not (isinstance(answer, dict) and answer.keys() & {"result", "error"}):
+                raise ValueError
+        except (ValueError, OSError):  # It ended, or the library wrote into the pipe of its answers.
             late = f"it did not end within {seconds:g} s and was ended"
             raise EnvironmentFailed(late if self._is_late else self._reason()) from None
         finally:
@@ -156,6 +185,10 @@ class Worker:
     def _end_late(self) -> None:
         self._is_late = True
         self.kill()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(KILL_SECONDS)
+            return
+        self._process.kill()
 
     def _reason(self) -> str:
         if self._num_printed > MAX_PRINTED:
@@ -166,7 +199,10 @@ class Worker:
         printed = self._printed.decode(errors="replace").strip()
         code = self._process.returncode
         end = f"by signal {-code}" if code is not None and code < 0 else f"with exit code {code}"
-        return f"its process ended {end}; " + (f"it printed last: {printed}" if printed else "it printed nothing")
+        last = f"it printed last: {printed}" if printed else "it printed nothing"
+        if code is None:
+            return f"its process sent something else than an answer; {last}"
+        return f"its process ended {end}; {last}"
 
     def _read_prints(self) -> None:
         assert self._process.stderr is not None
@@ -179,13 +215,17 @@ class Worker:
                 return
 
     def kill(self) -> None:
-        """Ends the process and its session."""
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        """Asks the outer process to end itself and every process below it."""
+        self._process.terminate()
 
     def end(self) -> None:
+        """Ends the process and waits for its end."""
         self.kill()
-        self._process.wait()
+        try:
+            self._process.wait(KILL_SECONDS + END_SECONDS)
+        except subprocess.TimeoutExpired:  # Something stopped it.
+            self._process.kill()
+            self._process.wait()
         self._reading.join(END_SECONDS)  # A process that it left may hold its output open.
         for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
             with suppress(OSError):
