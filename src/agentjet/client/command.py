@@ -162,6 +162,8 @@ FIRST_FAILURE_CODE = 125
 `git bisect run`."""
 POLICIES = "AGENTJET_POLICIES"
 """Variable with the names of the run's policies, separated by commas."""
+WITHHELD = (TOKEN_VARIABLE, "ANTHROPIC_AUTH_TOKEN")
+"""Variables that programs do not get: see `environment`."""
 CERTIFICATES = ("SSL_CERT_FILE", "SSL_CERT_DIR", "NODE_EXTRA_CA_CERTS", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
 """Variables with the certificates that programs trust."""
 
@@ -320,7 +322,7 @@ def environment(task: Task, episode: AsyncEpisode) -> dict[str, str]:
     precedence over the key, and a proxy for a server on this machine. The client's token is removed, because it opens
     more than one episode. A run with named policies gives their names instead of a model's: the program chooses.
     """
-    kept = {name: value for name, value in os.environ.items() if name not in (TOKEN_VARIABLE, "ANTHROPIC_AUTH_TOKEN")}
+    kept = {name: value for name, value in os.environ.items() if name not in WITHHELD}
     kept |= {name: os.path.abspath(kept[name]) for name in CERTIFICATES if kept.get(name)}  # It runs in another folder.
     kept |= without_proxy(urlsplit(episode.base_url).hostname, kept)
     server, model = re.sub(r"/v1/?$", "", episode.base_url), episode.model

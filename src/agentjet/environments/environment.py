@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from agentjet.client.command import environment as variables_of
 from agentjet.client.episode import AsyncEpisode
 from agentjet.environments.kind import EnvironmentFailed, Kind
-from agentjet.environments.pool import START_SECONDS, Pool
+from agentjet.environments.pool import Pool
 from agentjet.environments.registry import check_installed, find
 from agentjet.errors import ConfigError, did_you_mean
 from agentjet.types import Reward, Task, shown
@@ -93,11 +93,14 @@ def load(name: str, **settings: Any) -> Environment:
     kind_name, environment = parsed(name, settings)
     pool = Pool(kind_name, environment)
     try:
-        listed = pool.ask({"do": "tasks"}, START_SECONDS)
+        listed = pool.ask({"do": "tasks"}, environment.start_seconds)
+        return Environment(name, environment, pool, listed)
     except EnvironmentFailed as error:
         pool.close()
         raise ConfigError(f"the tasks of {name} cannot be listed: {error}") from None
-    return Environment(name, environment, pool, listed)
+    except BaseException:
+        pool.close()
+        raise
 
 
 def parsed(name: str, settings: dict[str, Any]) -> tuple[str, Kind]:

@@ -40,6 +40,8 @@ CLOSE_SECONDS = 2.0
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 FOLDER = Path.cwd()
 """The process's own empty folder."""
+_prints: list[int] = []
+"""A second descriptor of standard error."""
 
 
 def main() -> None:
@@ -146,6 +148,7 @@ def answer_orders() -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)  # Programs that the library starts must not read orders,
     os.dup2(2, 1)  # and what they print is not an answer.
+    _prints.append(os.dup(2))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in the terminal: the parent ends this process.
     signal.signal(signal.SIGTERM, _unwind)
     kind: Kind | None = None
@@ -201,6 +204,11 @@ def _episode(keeps_processes: bool) -> Iterator[None]:
     """Undoes what an episode changed: the working folder, the environment variables, and processes that it left."""
     variables, processes = dict(os.environ), descendants(os.getpid())
     os.chdir(FOLDER)
+    for output in (1, 2):
+        try:
+            os.fstat(output)
+        except OSError:  # The episode before closed it: another file would get its number.
+            os.dup2(_prints[0], output)
     try:
         yield
     finally:
