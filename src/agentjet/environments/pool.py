@@ -20,6 +20,7 @@ from typing import Any
 from agentjet.client.command import WITHHELD
 from agentjet.client.threads import in_thread
 from agentjet.environments.kind import EnvironmentFailed, Kind
+from agentjet.environments.worker import KILL_SECONDS, MAX_ANSWER
 from agentjet.errors import ConfigError
 
 MAX_PRINTED = 16 << 20
@@ -27,10 +28,6 @@ MAX_PRINTED = 16 << 20
 KEPT_BYTES = 2000
 """Bytes of what a process printed last, for the reason of an abort."""
 END_SECONDS = 2.0
-KILL_SECONDS = 10.0
-"""Longest attempt to end processes that start new ones."""
-MAX_ANSWER = 64 << 20
-"""Bytes of an answer of a process."""
 
 
 class Pool:

@@ -25,19 +25,22 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from agentjet.client.agent_source import OURS
 from agentjet.environments.kind import EnvironmentTask, Kind
 from agentjet.environments.model import Model
-from agentjet.environments.pool import KILL_SECONDS, MAX_ANSWER
 from agentjet.environments.registry import check_installed, find
 from agentjet.errors import AgentJetError, ConfigError
 from agentjet.types import Reward, shown
 
 LONGEST_REASON = 2000
+MAX_ANSWER = 64 << 20
+"""Bytes of an answer."""
 TICK_SECONDS = 0.1
+KILL_SECONDS = 10.0
+"""Longest attempt to end processes that start new ones."""
 CLOSE_SECONDS = 2.0
 """Time for the environment to remove what outlives processes, such as containers."""
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+OURS = Path(__file__).parents[1]
 FOLDER = Path.cwd()
 """The process's own empty folder."""
 _prints: list[int] = []
