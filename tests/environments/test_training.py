@@ -10,15 +10,14 @@ from __future__ import annotations
 import asyncio
 import re
 import shutil
-from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from agentjet import environments
 from agentjet.client import AsyncSwarm, Retry
 from agentjet.environments.registry import installed
+from agentjet.errors import ConfigError
 from tests.fakes import recent_episodes, saying
 from tests.server.serving import ADMIN, Served, serving
 
@@ -73,3 +72,44 @@ async def test_a_kind_of_another_package(tmp_path: Path, monkeypatch: pytest.Mon
     assert (report.mean_reward, report.num_aborted) == (1.0, 0)
     source = PLUGIN.read_text()
     assert len(source.splitlines()) <= 60 and source.partition("\n\n")[2] in PAGE.read_text()
+
+
+async def test_shares_of_a_cocktail_of_which_one_crashes(tmp_path: Path) -> None:
+    weights = {"sound": 1.0, "crashing": 1.0, "heavy": 2.0}
+    crashes = {"crashing": 0.3}
+    made = [environments.load(TOY, task_set=name, crash_share=crashes.get(name, 0), processes=2) for name in weights]
+    job = {"task_weights": weights, "batch_size": 4}
+    with environments.mixture(made) as mixed:
+        async with serving(tmp_path / "data", saying(bisecting), job=job) as served, client(served) as swarm:
+            async with asyncio.timeout(60):
+                report = await swarm.train(mixed.agent, mixed.tasks, steps=5, concurrency=32, progress=False)
+    for name, weight in weights.items():
+        shares = [step.metrics.get(f"batch/share/{name}", 0.0) for step in report.steps]
+        assert abs(sum(shares[1:]) / 4 - weight / 4) <= 0.05, "the first batch may begin without a set"
+    assert {result.task_set for result in report.results if result.outcome == "aborted"} == {"crashing"}
+
+
+async def test_an_environment_that_only_fails_is_left_out(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Its failures come first, and do not end the run of the others."""
+    made = [environments.load(TOY, task_set=name, crash_share=share) for name, share in (("bad", 2.0), ("good", 0.0))]
+    with environments.mixture(made) as mixed:
+        async with serving(tmp_path / "data", saying(bisecting)) as served, client(served) as swarm:
+            async with asyncio.timeout(60):
+                report = await swarm.train(mixed.agent, mixed.tasks, steps=20, concurrency=4)
+    failed = sum(result.task_set == "bad" for result in report.results)
+    assert failed < 16 + 3 * 4 and report.rewards == (1.0,) * 20
+    assert "task set 'bad' is left out for 300 s, because its last 16 episodes failed" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("names", "error"),
+    [([], "a mixture needs at least one environment"), (["a", "a"], "there are two environments 'a': give one of")],
+)
+def test_a_mixture_that_cannot_be(names: list[str], error: str) -> None:
+    made = [environments.load(TOY, task_set=name) for name in names]
+    try:
+        with pytest.raises(ConfigError, match=error):
+            environments.mixture(made)
+    finally:
+        for environment in made:
+            environment.close()

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -125,10 +126,8 @@ def _print_much() -> None:
 
 def _write_to_every_descriptor() -> None:
     for descriptor in range(3, 20):
-        try:
+        with suppress(OSError):
             os.write(descriptor, b"{}\n")
-        except OSError:
-            pass
     time.sleep(600)
 
 

@@ -11,7 +11,7 @@ from agentjet.environments.kind import EnvironmentFailed, EnvironmentTask, Game,
 from agentjet.environments.model import ContextFull, Model, ModelRefused
 
 if TYPE_CHECKING:
-    from agentjet.environments.environment import Environment, load, mixture
+    from agentjet.environments.environment import Environment, Mixture, Played, load, mixture
 
 __all__ = [
     "ContextFull",
@@ -20,9 +20,11 @@ __all__ = [
     "EnvironmentTask",
     "Game",
     "Kind",
+    "Mixture",
     "Model",
     "ModelRefused",
     "Observation",
+    "Played",
     "World",
     "load",
     "mixture",

@@ -58,6 +58,8 @@ class Kind(Section, ABC):
 
     target: str = ""
     """Part of the name behind the colon."""
+    task_set: str = Field("", max_length=MAX_NAME)
+    """Name of the task set, and key of `job.task_weights`; default: the name of the environment."""
     num_tasks: int | None = Field(None, ge=1)
     """Number of tasks; default: all, or 100 of an endless environment."""
     held_out: float = Field(0.2, ge=0, lt=1)

@@ -196,10 +196,11 @@ def _tasks(kind: Kind, order: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _play(kind: Kind, order: Mapping[str, Any]) -> dict[str, Any]:
     with _episode(kind.keeps_processes):
         os.environ.update(order["variables"])
-        reward = kind.play(EnvironmentTask(**order["task"]), Model(**order["model"]))
+        asked: list[Any] | None = [] if order["with_actions"] else None
+        reward = kind.play(EnvironmentTask(**order["task"]), Model(**order["model"], asked=asked))
     if not isinstance(reward, Reward):
         raise TypeError(f"{type(kind).__name__}.play returned {shown(reward)}: return a Reward")
-    return asdict(reward)
+    return {"reward": asdict(reward)} | ({} if asked is None else {"actions": asked})
 
 
 @contextmanager
