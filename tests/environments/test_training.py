@@ -98,7 +98,7 @@ async def test_an_environment_that_only_fails_is_left_out(tmp_path: Path, capfd:
                 report = await swarm.train(mixed.agent, mixed.tasks, steps=20, concurrency=4)
     failed = sum(result.task_set == "bad" for result in report.results)
     assert failed < 16 + 3 * 4 and report.rewards == (1.0,) * 20
-    assert "task set 'bad' is left out for 300 s, because its last 16 episodes failed" in capfd.readouterr().err
+    assert "task set 'bad' is left out for 300 s, because its last 16 episodes failed" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(
