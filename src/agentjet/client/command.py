@@ -32,10 +32,12 @@ from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import urlsplit
 
+from agentjet import sandbox as sandboxes
 from agentjet.client.connection import TOKEN_VARIABLE, URL_VARIABLE, without_proxy
 from agentjet.client.episode import AsyncEpisode, Returned
 from agentjet.client.threads import in_thread
 from agentjet.errors import ConfigError
+from agentjet.sandbox import Sandbox
 from agentjet.types import Task, shown
 
 MAX_KEPT_BYTES = 16 * 2**20
@@ -59,22 +61,23 @@ class CapturedProcess:
         limit: int = MAX_PRINTED_BYTES,
         merged: bool = False,
         copy: BinaryIO | None = None,
+        sandbox: Sandbox | None = None,
         **options: Any,
     ) -> None:
         """`limit` is in bytes, for each output. `merged`: stderr goes to stdout. `copy` gets all output. `options` are
-        those of `Popen`. Raises `OSError` for a program that cannot be started.
+        those of `Popen`; in a sandbox `stdin` and `cwd`. Raises `OSError` for a program that cannot be started, and
+        `ConfigError` for a sandbox that cannot be made.
         """
         self.exceeded = ""
         """Name of the output that exceeded the limit."""
         self._limit, self._copy = limit, copy
-        self._process = subprocess.Popen(
-            arguments,
-            bufsize=0,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT if merged else subprocess.PIPE,
-            start_new_session=True,
-            **options,
-        )
+        options |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT if merged else subprocess.PIPE}
+        self._process: subprocess.Popen[bytes] | sandboxes.Process
+        if sandbox is not None:
+            self._process = sandbox.start(arguments, **options)
+            self._limit = min(limit, sandbox.limits.output or limit)
+        else:
+            self._process = subprocess.Popen(arguments, bufsize=0, start_new_session=True, **options)
         self.stdin: Any = self._process.stdin
         self._pipes = {
             name: pipe
@@ -86,7 +89,9 @@ class CapturedProcess:
 
     @property
     def excess(self) -> str:
-        """The reason why the limit ended the program, or ""."""
+        """The reason why a limit ended the program, or ""."""
+        if isinstance(self._process, sandboxes.Process) and self._process.exceeded:
+            return self._process.exceeded
         return self.exceeded and (
             f"printed more than {self._limit / 2**20:g} MiB to {self.exceeded} and was ended: print less, or write to "
             "a file"
@@ -122,6 +127,9 @@ class CapturedProcess:
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to the program and the processes that it started."""
+        if isinstance(self._process, sandboxes.Process):
+            self._process.send_signal(number)
+            return
         with suppress(ProcessLookupError, PermissionError):  # the latter on macOS, when nothing but a zombie is left
             os.killpg(self._process.pid, number)
 
