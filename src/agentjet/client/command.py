@@ -28,6 +28,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import urlsplit
@@ -37,7 +38,7 @@ from agentjet.client.connection import TOKEN_VARIABLE, URL_VARIABLE, without_pro
 from agentjet.client.episode import AsyncEpisode, Returned
 from agentjet.client.threads import in_thread
 from agentjet.errors import ConfigError
-from agentjet.sandbox import Sandbox
+from agentjet.sandbox import Limits, Sandbox
 from agentjet.types import Task, shown
 
 MAX_KEPT_BYTES = 16 * 2**20
@@ -261,6 +262,12 @@ class Command:
     """Variables that replace those of the inherited environment."""
     copies: Mapping[str, str] = field(default_factory=dict)
     """Folders that the program runs from, with the originals. The reason of a failure names the originals."""
+    sandbox: Limits | None = None
+    """Limits of the sandbox that the program runs in. It sees its working directory, `readable` and the system's
+    programs, inherits no variables, and reaches the episode's model only. None: it runs with the rights of this user.
+    """
+    readable: Sequence[Path] = ()
+    """Files and folders that the program sees in a sandbox."""
 
     def __post_init__(self) -> None:
         if not self.arguments:
@@ -285,11 +292,24 @@ class Command:
         """The result of a program that ended. Raises `CommandFailed` for one that is not scored."""
         folder = place / "work"
         folder.mkdir()
-        given = environment(task, episode) | dict(self.variables) | ({} if self.shared_home else own_folders(place))
+        own = dict(self.variables) | ({} if self.shared_home else own_folders(place))
         arguments = self.filled(task)
         started = time.monotonic()
+        options: dict[str, Any] = {"cwd": folder, "stdin": subprocess.DEVNULL}
+        if self.sandbox is not None:
+            options["sandbox"] = Sandbox(
+                folder=folder,
+                writable=(place,),
+                readable=tuple(self.readable),
+                network="model",
+                model_url=episode.base_url,
+                limits=self.sandbox,
+                variables=model_variables(task, episode) | own,
+            )
+        else:
+            options["env"] = environment(task, episode) | own
         try:
-            program = CapturedProcess(arguments, cwd=folder, env=given, stdin=subprocess.DEVNULL)
+            program = await _started(partial(CapturedProcess, arguments, **options))
         except OSError as error:
             raise CommandFailed(f"{arguments[0]} could not be started: {error.strerror or error}") from error
         exited = asyncio.ensure_future(in_thread(program.wait))
@@ -330,11 +350,15 @@ def environment(task: Task, episode: AsyncEpisode) -> dict[str, str]:
     """
     kept = {name: value for name, value in os.environ.items() if name not in (TOKEN_VARIABLE, "ANTHROPIC_AUTH_TOKEN")}
     kept |= {name: os.path.abspath(kept[name]) for name in CERTIFICATES if kept.get(name)}  # It runs in another folder.
-    kept |= without_proxy(urlsplit(episode.base_url).hostname, kept)
+    return kept | without_proxy(urlsplit(episode.base_url).hostname, kept) | model_variables(task, episode)
+
+
+def model_variables(task: Task, episode: AsyncEpisode) -> dict[str, str]:
+    """The model's address and key, the episode and the task."""
     server, model = re.sub(r"/v1/?$", "", episode.base_url), episode.model
-    kept |= {"OPENAI_MODEL": model, "ANTHROPIC_MODEL": model} if model else {POLICIES: ",".join(episode.policies)}
-    kept |= {"AGENTJET_MAX_TURNS": str(episode.max_turns)} if episode.max_turns else {}
-    return kept | {
+    named = {"OPENAI_MODEL": model, "ANTHROPIC_MODEL": model} if model else {POLICIES: ",".join(episode.policies)}
+    named |= {"AGENTJET_MAX_TURNS": str(episode.max_turns)} if episode.max_turns else {}
+    return named | {
         URL_VARIABLE: server,
         "OPENAI_BASE_URL": episode.base_url,
         "OPENAI_API_KEY": episode.api_key,
@@ -369,6 +393,21 @@ async def _check_refusals(episode: AsyncEpisode) -> None:
     if view.unscorable:
         refused = ", ".join(f"{name} ({count})" for name, count in view.refused.items())
         raise CommandFailed(f"the server refused requests of the program: {refused}")
+
+
+async def _started(start: Callable[[], CapturedProcess]) -> CapturedProcess:
+    """Starts a program in a thread: a sandbox takes tens of milliseconds. A cancelled start is ended."""
+    starting = asyncio.ensure_future(in_thread(start))
+    try:
+        return await asyncio.shield(starting)
+    except asyncio.CancelledError:
+
+        def end(started: asyncio.Future[CapturedProcess]) -> None:
+            if not started.cancelled() and started.exception() is None:
+                started.result().signal(signal.SIGKILL)
+
+        starting.add_done_callback(end)
+        raise
 
 
 async def _end(program: CapturedProcess, exited: asyncio.Future[int | None]) -> None:

@@ -2,6 +2,6 @@
 
 from agentjet.sandbox.check import missing
 from agentjet.sandbox.process import Process
-from agentjet.sandbox.sandbox import Limits, Sandbox
+from agentjet.sandbox.sandbox import Limits, Sandbox, programs
 
-__all__ = ["Limits", "Process", "Sandbox", "missing"]
+__all__ = ["Limits", "Process", "Sandbox", "missing", "programs"]

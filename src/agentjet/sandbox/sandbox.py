@@ -210,6 +210,35 @@ def origin_of(url: str) -> str:
     return f"{parts.scheme}://{parts.netloc}"
 
 
+def programs(name: str) -> tuple[Path, ...]:
+    """What a sandbox must show besides the system, so that a program runs: its file, or its installation.
+
+    `name` is that of the program, or its path. A program that is not found needs nothing.
+    """
+    found = shutil.which(name)
+    if found is None:
+        return ()
+    path = Path(os.path.abspath(found))
+    real = path.resolve()
+    environment = next((folder for folder in path.parents if (folder / "pyvenv.cfg").is_file()), None)
+    if environment is not None:
+        return (environment, *installation(real))
+    return tuple(dict.fromkeys((path, *installation(real))))
+
+
+def installation(program: Path) -> tuple[Path, ...]:
+    """The prefix of a program with libraries beside `bin/`; the program alone if the prefix may not be named."""
+    if program.is_relative_to("/usr") or program.is_relative_to(sys.base_prefix):
+        return ()
+    prefix = program.parent.parent
+    # ~/.local has files of many programs, with secrets among them.
+    if program.parent.name == "bin" and (prefix / "lib").is_dir() and prefix.name != ".local":
+        with suppress(ConfigError):
+            check_named("program", prefix)
+            return (prefix,)
+    return (program,)
+
+
 def check_named(name: str, path: Path) -> None:
     """Raises `ConfigError` for a path that a sandbox must not show."""
     real = Path(os.path.abspath(path)).resolve()
