@@ -1,6 +1,6 @@
 """The first program of a sandbox: it restricts itself, then becomes the command.
 
-    python -I -S -E inside.py UID CHANNEL PORT -- WRITABLE... -- READABLE... -- COMMAND...
+    python -I -S -E inside.py UID CHANNEL PORT FOLDER -- WRITABLE... -- READABLE... -- COMMAND...
 
 bubblewrap has made the namespaces and the mounts before. Landlock comes after it, because it forbids mounts. This file
 is run at each start, so it imports no module in Python: `ctypes` would double the time of its imports.
@@ -98,13 +98,14 @@ def send_listener(channel: int, port: int) -> None:
     listener.close()
 
 
-def restrict(numbers: list[str], writable: list[str], readable: list[str]) -> None:
-    uid, channel, port = numbers
+def restrict(words: list[str], writable: list[str], readable: list[str]) -> None:
+    uid, channel, port, folder = words
     if channel != "0":
         send_listener(int(channel), int(port))
     os.closerange(3, min(os.sysconf("SC_OPEN_MAX"), 1 << 16))
     if uid != "0":
         drop_rights(int(uid))
+    os.chdir(folder)  # bubblewrap itself may not: it is not the owner, and has no rights over files.
     restrict_files(writable, readable)
 
 

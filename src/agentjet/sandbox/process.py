@@ -358,12 +358,12 @@ class _Start:
             words += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
         words += sandbox.mounts()
         words += ["--seccomp", str(self._content(program))] if program else []
-        words += ["--info-fd", str(written), "--block-fd", str(waiting), "--chdir", str(self.cwd), "--clearenv"]
+        words += ["--info-fd", str(written), "--block-fd", str(waiting), "--chdir", "/", "--clearenv"]
         for name, value in sandbox.environment().items():
             words += ["--setenv", name, value]
         arguments = b"\0".join(map(os.fsencode, words)) + b"\0"
         inner = [interpreter(), "-I", "-S", "-E", inside_file(), str(self.user or 0)]
-        inner += [str(channel if sandbox.network == "model" else 0), str(PORT), "--"]
+        inner += [str(channel if sandbox.network == "model" else 0), str(PORT), str(self.cwd), "--"]
         inner += [*map(str, sandbox.writables()), "--", *map(str, sandbox.readables()), "--", *self.command]
         return [bubblewrap(), "--args", str(self._content(arguments)), "--", *inner]
 
