@@ -29,6 +29,7 @@ from agentjet.environments.kind import EnvironmentTask, Kind
 from agentjet.environments.model import Model
 from agentjet.environments.registry import check_installed, find
 from agentjet.errors import AgentJetError, ConfigError
+from agentjet.sandbox.usage import descendants, memory_of
 from agentjet.types import Reward, shown
 
 LONGEST_REASON = 2000
@@ -127,19 +128,6 @@ def end_all(inner: int) -> None:
         except ChildProcessError:
             return
         time.sleep(0.002)
-
-
-def descendants(first: int) -> list[int]:
-    """Returns the processes below `first`."""
-    found: list[int] = []
-    waiting = [first]
-    while waiting:
-        for path in Path(f"/proc/{waiting.pop()}/task").glob("*/children"):
-            with suppress(OSError):
-                children = [int(pid) for pid in path.read_text().split()]
-                found += children
-                waiting += children
-    return found
 
 
 # ---- the inner process -----------------------------------------------------------------------------------------------
