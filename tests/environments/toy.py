@@ -155,6 +155,14 @@ def _hang_and_refuse_to_end() -> None:
         time.sleep(600)
 
 
+def _use_memory() -> None:
+    """In a child, so that no process alone exceeds the limit of 280 MiB."""
+    code = "import time; kept = b'x' * (150 << 20); time.sleep(600)"
+    kept = b"x" * (150 << 20)
+    subprocess.run([sys.executable, "-c", code])
+    del kept
+
+
 MISBEHAVIOUR: dict[str, Callable[[], Any]] = {
     "no_score": lambda: None,
     "number": lambda: 1.0,
@@ -175,6 +183,7 @@ MISBEHAVIOUR: dict[str, Callable[[], Any]] = {
     "leaves_process": _leave_process,
     "leaves_process_and_ends": _leave_process_and_end,
     "changes_all": _change_all,
+    "uses_memory": _use_memory,
 }
 
 

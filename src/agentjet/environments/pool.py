@@ -37,6 +37,7 @@ class Pool:
         """`kind` is the name that the process resolves again."""
         self._start = {"kind": kind, "settings": environment.model_dump(mode="json", exclude_unset=True)}
         self._start_seconds = environment.start_seconds
+        self._memory = environment.memory
         self._keeps = not environment.one_episode_a_process
         self._room = threading.Semaphore(environment.processes)
         self._lock = threading.Lock()
@@ -82,7 +83,7 @@ class Pool:
         if worker is not None and worker.has_ended:
             worker.end()
             worker = None
-        worker = worker or Worker()
+        worker = worker or Worker(self._memory)
         if not turn.begin(worker):
             worker.end()
             raise EnvironmentFailed("the episode was cancelled")
@@ -142,13 +143,14 @@ def _result(answer: Mapping[str, Any]) -> Any:
 class Worker:
     """A process of the pool: `python -m agentjet.environments.worker`."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory: int) -> None:
+        """`memory` is the maximum in MiB."""
         self.is_new = True
         self._folder = tempfile.TemporaryDirectory(prefix="agentjet-env-", ignore_cleanup_errors=True)
         # The process runs in another folder, and finds the same modules: a kind may stand beside the caller's script.
         paths = [os.path.abspath(path) for path in sys.path if os.path.isdir(path or ".")]
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "agentjet.environments.worker"],
+            [sys.executable, "-P", "-m", "agentjet.environments.worker", str(memory)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
