@@ -76,7 +76,7 @@ def wait_for(is_met: Any) -> None:
         ("writes_everywhere", {}, "its process sent something else than an answer"),
         ("closes_everything", {}, "its process ended with exit code"),
         ("huge_answer", {}, "its answer has 70 MiB, and 64 are allowed"),
-        ("uses_memory", {"memory": 280}, "it used more than 280 MiB of memory and was ended: use less, or raise memory"),
+        ("uses_memory", {"memory": 280}, "it used more than 280 MiB of memory and was ended: use less"),
         ("leaves_process_and_ends", {}, "its process ended with exit code 5"),
     ],
 )
