@@ -137,6 +137,8 @@ def load(name: str, **settings: Any) -> Environment:
 def parsed(name: str, settings: dict[str, Any]) -> tuple[str, Kind]:
     """The kind's name and its settings, checked. Raises `ConfigError`."""
     kind_name, _, target = name.partition(":")
+    if "target" in settings:
+        raise ConfigError(f"target = {shown(settings['target'])}: the target is the part of the name behind the colon")
     kind = find(kind_name)
     check_installed(kind_name, kind)
     if inspect.isabstract(kind):
