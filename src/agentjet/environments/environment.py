@@ -149,8 +149,8 @@ def parsed(name: str, settings: dict[str, Any]) -> tuple[str, Kind]:
         wrong = error.errors()[0]
     key, message = ".".join(map(str, wrong["loc"])), wrong["msg"].removeprefix("Value error, ")
     if wrong["type"] == "extra_forbidden":
-        fields = list(kind.model_fields)
-        message = f"unknown setting; {did_you_mean(key, fields, f'there are {chr(44).join(fields)}')}"
+        fields = [field for field in kind.model_fields if field != "target"]
+        message = f"unknown setting; {did_you_mean(key, fields, 'there are ' + ', '.join(fields))}"
     raise ConfigError(f"{name}: {key} = {shown(wrong['input'])}: {message}")
 
 
