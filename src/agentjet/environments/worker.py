@@ -1,6 +1,6 @@
 """A process of an environment: `python -m agentjet.environments.worker MEBIBYTES`.
 
-Orders are JSON lines on standard input, answers are JSON lines on standard output. What the library prints goes to
+Orders are JSON lines on standard input, answers are JSON lines on standard output. Prints of the library go to
 standard error. The first order is `{"kind": ..., "settings": {...}}`.
 
 There are two processes. The inner one imports the library. The outer one guards it: it ends everything that the inner
