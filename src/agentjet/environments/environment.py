@@ -16,6 +16,7 @@ from agentjet.environments.kind import EnvironmentFailed, Kind
 from agentjet.environments.pool import Pool
 from agentjet.environments.registry import check_installed, find, versions
 from agentjet.errors import ConfigError, did_you_mean
+from agentjet.sandbox import missing
 from agentjet.types import MAX_NAME, Reward, Task, shown
 
 
@@ -122,6 +123,8 @@ def load(name: str, **settings: Any) -> Environment:
     kind_name, environment = parsed(name, settings)
     if len(environment.task_set or name) > MAX_NAME:
         raise ConfigError(f"{name}: it has more than {MAX_NAME} characters: give a shorter name with task_set")
+    if environment.sandbox and (reason := missing()):
+        raise ConfigError(f"sandbox = true of {name}: {reason}")
     pool = Pool(kind_name, environment)
     try:
         listed = pool.ask({"do": "tasks"}, environment.start_seconds)
