@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 ENDLESS = 100
 UNBOUNDED = 1e6
 """Bound of numbers that have none: digits without end would be cut."""
+COLOURS = ("grey", "red", "green", "yellow", "blue", "magenta", "cyan", "white")
 ACTION_NAMES = {
     "FrozenLake": ("left", "down", "right", "up"),
     "CliffWalking": ("up", "right", "down", "left"),
@@ -64,7 +66,7 @@ class Gymnasium(Game):
             if "ansi" in world.metadata.get("render_modes", ()) and "render_mode" not in self.make:
                 world.close()
                 world = gymnasium.make(self.target, render_mode="ansi", **self.make)
-        except (gymnasium.error.UnregisteredEnv, gymnasium.error.DependencyNotInstalled) as error:
+        except gymnasium.error.Error as error:  # An unknown or malformed ID, or a package that is missing.
             known = [name for name in gymnasium.registry if not name.startswith("GymV2")]
             way_out = did_you_mean(self.target, known, f"there are {', '.join(known[:5])} and {len(known) - 5} more")
             is_known = self.target in known
@@ -99,8 +101,19 @@ class GymnasiumWorld:
     def _observed(
         self, state: Any, reward: float = 0.0, done: bool = False, metrics: Mapping[str, float] | None = None
     ) -> Observation:
-        shown = self._world.render() if self._world.render_mode == "ansi" else str(state)
-        return Observation(str(shown), reward, done, self._names, self._schema, metrics or {})
+        shown = plain(str(self._world.render())) if self._world.render_mode == "ansi" else str(state)
+        return Observation(shown, reward, done, self._names, self._schema, metrics or {})
+
+
+def plain(text: str) -> str:
+    """The text without a terminal's escape codes: `[S]` was highlighted, as the agent's place is, `(blue R)` coloured."""
+
+    def marked(match: re.Match[str]) -> str:
+        codes = [int(code) for code in match[1].split(";") if code]
+        colours = [COLOURS[code - 30] for code in codes if 30 <= code < 38]
+        return f"({colours[0]} {match[2]})" if colours else f"[{match[2]}]"
+
+    return re.sub(r"\x1b\[[\d;]*m", "", re.sub(r"\x1b\[([\d;]+)m(.*?)\x1b\[0m", marked, text))
 
 
 # ---- action spaces ---------------------------------------------------------------------------------------------------
