@@ -106,7 +106,7 @@ class GymnasiumWorld:
 
 
 def plain(text: str) -> str:
-    """The text without a terminal's escape codes: `[S]` was highlighted, as the agent's place is, `(blue R)` coloured."""
+    """The text without escape codes: `[S]` was highlighted, as the agent is; `(blue R)` was coloured."""
 
     def marked(match: re.Match[str]) -> str:
         codes = [int(code) for code in match[1].split(";") if code]
