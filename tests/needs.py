@@ -41,6 +41,12 @@ def has_landlock() -> bool:
     return bool(landlock.version())
 
 
+def has_bubblewrap() -> bool:
+    from agentjet import sandbox
+
+    return not sandbox.missing()
+
+
 def has_vllm() -> bool:
     from tests.cluster.local_replica import sampler_python
 
@@ -49,6 +55,7 @@ def has_vllm() -> bool:
 
 NEEDS: dict[str, tuple[Callable[[], bool], str]] = {
     "browser": (partial(has_program, *BROWSERS), "Chromium: apt-get install chromium"),
+    "bubblewrap": (has_bubblewrap, "a machine with sandboxes: apt-get install bubblewrap"),
     "compiler": (partial(has_program, "g++"), "a C++ compiler: apt-get install g++"),
     "cpu": (lambda: True, "a CPU"),
     "cuda": (has_cuda, "a CUDA device"),
