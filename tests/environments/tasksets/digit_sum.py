@@ -1,0 +1,54 @@
+"""A taskset of verifiers, as its users write them."""
+
+import asyncio
+import re
+
+import verifiers.v1 as vf
+
+__all__ = ["DigitSumTaskset"]
+
+
+class DigitSumConfig(vf.TasksetConfig):
+    split: str = "train"
+    size: int = 4
+    reply: str = "number"
+    """What the reward function returns: a number, nothing, nan, or an error."""
+
+
+class DigitSumData(vf.TaskData):
+    answer: int = 0
+    reply: str = "number"
+
+
+class DigitSumTask(vf.Task[DigitSumData]):
+    @vf.reward(weight=2.0)
+    async def correct(self, trace: vf.Trace) -> float:
+        found = re.findall(r"\d+", trace.last_reply)
+        match self.data.reply:
+            case "nothing":
+                return None
+            case "nan":
+                return float("nan")
+            case "error":
+                raise KeyError("answers.json")
+            case "hang":
+                await asyncio.sleep(60)
+        return float(bool(found) and int(found[-1]) == self.data.answer)
+
+    @vf.metric
+    async def length(self, trace: vf.Trace) -> float:
+        return len(trace.last_reply)
+
+
+class DigitSumTaskset(vf.Taskset[DigitSumTask, DigitSumConfig]):
+    def load(self) -> list[DigitSumTask]:
+        first = 10 if self.config.split == "train" else 90
+        numbers = range(first, first + self.config.size)
+        return [
+            DigitSumTask(
+                DigitSumData(
+                    prompt=f"What is the sum of the digits of {n}?", answer=sum(map(int, str(n))), reply=self.config.reply
+                )
+            )
+            for n in numbers
+        ]
