@@ -19,15 +19,15 @@ Play = Callable[[Environment, Task], Reward]
 @contextmanager
 def episodes(reply: Callable[[str], str]) -> Iterator[tuple[Play, Served]]:
     """Yields a function that plays one episode, and the server. `reply` gets the prompt as text."""
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        in_thread(serving(Path(folder, "data"), saying(reply), call_timeout=30.0)) as (served, loop),
-    ):
+    with tempfile.TemporaryDirectory() as folder:
+        server = serving(Path(folder, "data"), saying(reply), job={"max_tokens": 128}, call_timeout=30.0)
+        with in_thread(server) as (served, loop):
 
-        async def play(environment: Environment, task: Task) -> Reward:
-            async with AsyncSwarm(served.url, TOKEN) as swarm, swarm.episode(task.id, task_set=task.task_set) as episode:
-                reward = await environment.agent(task, episode)
-                await episode.finish(reward)
-                return reward
+            async def play(environment: Environment, task: Task) -> Reward:
+                async with AsyncSwarm(served.url, TOKEN) as swarm:
+                    async with swarm.episode(task.id, task_set=task.task_set) as episode:
+                        reward = await environment.agent(task, episode)
+                        await episode.finish(reward)
+                        return reward
 
-        yield lambda environment, task: loop.run(play(environment, task)), served
+            yield lambda environment, task: loop.run(play(environment, task)), served

@@ -44,11 +44,8 @@ class DigitSumTaskset(vf.Taskset[DigitSumTask, DigitSumConfig]):
     def load(self) -> list[DigitSumTask]:
         first = 10 if self.config.split == "train" else 90
         numbers = range(first, first + self.config.size)
-        return [
-            DigitSumTask(
-                DigitSumData(
-                    prompt=f"What is the sum of the digits of {n}?", answer=sum(map(int, str(n))), reply=self.config.reply
-                )
-            )
-            for n in numbers
-        ]
+        return [DigitSumTask(self._row(number)) for number in numbers]
+
+    def _row(self, number: int) -> DigitSumData:
+        prompt = f"What is the sum of the digits of {number}?"
+        return DigitSumData(prompt=prompt, answer=sum(map(int, str(number))), reply=self.config.reply)

@@ -235,10 +235,12 @@ class Server:
     def _read(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None
         while line := process.stdout.readline(LONGEST_LINE):
-            self._printed.append(line.decode(errors="replace").rstrip())
-            if match := re.search(r"running on (http://127\.0\.0\.1:\d+)", self._printed[-1]):
+            text = line.decode(errors="replace").rstrip()
+            if match := re.search(r"^INFO: .* running on (http://127\.0\.0\.1:\d+)", text):
                 self.url = match[1]
                 self._listens.set()
+            if not text.startswith("INFO: "):
+                self._printed.append(text)
         self._listens.set()
 
     def wait(self) -> None:

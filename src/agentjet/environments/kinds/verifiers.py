@@ -65,6 +65,7 @@ class Verifiers(Kind):
         row = self._tasks(split, env).get(task.id)
         if row is None:
             raise EnvironmentFailed(f"{self.target} has no task {task.id!r} now: it must load the same tasks each time")
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # Tool servers are processes that import it.
         sampling = {"temperature": self.temperature, "max_tokens": self.max_tokens}
         context = vf.ModelContext(
             model=model.name,
