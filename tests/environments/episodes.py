@@ -24,10 +24,12 @@ def episodes(reply: Callable[[str], str]) -> Iterator[tuple[Play, Served]]:
         with in_thread(server) as (served, loop):
 
             async def play(environment: Environment, task: Task) -> Reward:
-                async with AsyncSwarm(served.url, TOKEN) as swarm:
-                    async with swarm.episode(task.id, task_set=task.task_set) as episode:
-                        reward = await environment.agent(task, episode)
-                        await episode.finish(reward)
-                        return reward
+                async with (
+                    AsyncSwarm(served.url, TOKEN) as swarm,
+                    swarm.episode(task.id, task_set=task.task_set) as episode,
+                ):
+                    reward = await environment.agent(task, episode)
+                    await episode.finish(reward)
+                    return reward
 
             yield lambda environment, task: loop.run(play(environment, task)), served

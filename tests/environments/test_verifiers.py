@@ -81,8 +81,11 @@ def test_its_tools_are_called(play: Play) -> None:
         ({"taskset": {"reply": "nan"}}, "reward is nan: it must be a finite number"),
         ({"taskset": {"reply": "error"}}, "TaskError: .*answers.json"),
         ({"taskset": {"reply": "hang"}, "seconds": 3}, "it did not end within 3 s and was ended"),
-        ({"taskset": {"reply": "hang"}, "env": {"agent": {"timeout": {"scoring": 0.2}}}}, "scoring_timeout"),
-        ({"harness": "codex"}, "codex"),
+        (
+            {"taskset": {"reply": "hang"}, "env": {"agent": {"timeout": {"scoring": 0.2}}}},
+            "the reward 'correct' was not computed: .*scoring_timeout",
+        ),
+        ({"harness": "codex"}, "Harness 'codex' needs a container runtime"),
         ({"runtime": "docker"}, "[Dd]ocker"),
     ],
 )

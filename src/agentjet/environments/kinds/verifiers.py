@@ -136,8 +136,11 @@ def _reward(episode: Any, base_url: str) -> Reward:
                 f'env = {{"{trace.agent.name}": {{"model": ..., "client": {{"base_url": ..., "api_key_var": ...}}}}}}'
             )
     rewards = [(trace, name, reward) for trace in traces for name, reward in trace.rewards.items()]
-    if not rewards or any(reward is None for _, _, reward in rewards):
+    if not rewards:
         raise EnvironmentFailed("the episode has no reward: the task needs a method with @vf.reward")
+    for trace, name, reward in rewards:
+        if reward is None:
+            raise EnvironmentFailed(f"the reward {name!r} was not computed: the episode ended by {trace.stop_condition}")
     numbers: dict[str, list[float]] = {}
     for trace in traces:
         scores = {name: reward.score for name, reward in trace.rewards.items()}
