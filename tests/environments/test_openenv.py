@@ -68,7 +68,7 @@ def test_splits_enumerated_actions_and_one_session_for_many_processes(play: Play
     with load() as first, load() as second:
         for environment in (first, second):
             assert [task.id for task in environment.tasks] == [f"train-{index}" for index in range(5)]
-            assert [task.id for task in environment.held_out] == ["test-0", "test-1"]
+            assert [task.id for task in environment.held_out] == [f"test-{index}" for index in range(8)]
         reward = play(first, first.held_out[1])
     assert (reward.value, reward.by_turn) == (2.0, (1.0, 1.0))
     assert reward.metrics == {"completed": 1.0, "scored_steps": 2.0, "steps_left": 0.0, "turns": 2.0}
@@ -79,25 +79,27 @@ def test_tools_are_actions(play: Play) -> None:
         assert play(environment, environment.tasks[0]).value == 1.0
 
 
-@pytest.mark.parametrize(
-    ("settings", "reason"),
-    [
-        ({"reset": {"does": "none"}}, "no step had a reward: the environment must set Observation.reward"),
-        ({"reset": {"does": "much"}}, "the reward 3 is not in the range 0 to 1 of openenv.yaml"),
-        ({"reset": {"does": "error"}}, "Server error: the board fell"),
-        ({"reset": {"does": "crash"}}, r"(?s)ConnectionClosed.*the server printed last: .*so long"),
-        ({"reset": {"does": "hang"}, "seconds": 3}, "it did not end within 3 s and was ended"),
-        ({"text": "texd"}, "text = 'texd': did you mean 'text'?"),
-    ],
-)
-def test_failures_of_the_server_are_reasons(play: Play, settings: dict[str, Any], reason: str) -> None:
-    expected = ConfigError if "text" in settings else EnvironmentFailed
-    with load(**settings) as environment:
-        with pytest.raises(expected, match=reason):
-            play(environment, environment.tasks[0])
-        if settings.get("reset") == {"does": "crash"}:  # The next episode starts the server again.
-            with pytest.raises(EnvironmentFailed, match="so long"):
-                play(environment, environment.tasks[1])
+REASONS = [
+    "no step had a reward: the environment must set Observation.reward",
+    "the reward nan is not in the range 0 to 1 of openenv.yaml",
+    "the reward 3 is not in the range 0 to 1 of openenv.yaml",
+    "Server error: the board fell",
+    r"ConnectionClosed.*the server printed last: so long",
+    "it did not end within 5 s and was ended",
+]
+
+
+def test_failures_of_the_server_are_reasons(play: Play) -> None:
+    with load(seconds=5) as environment:
+        for task, reason in zip(environment.held_out[2:], REASONS, strict=True):
+            with pytest.raises(EnvironmentFailed, match=f"(?s){reason}"):
+                play(environment, task)
+        assert play(environment, environment.held_out[0]).value == 2.0  # The server was started again.
+
+
+def test_a_wrong_field_has_the_nearest_name(play: Play) -> None:
+    with load(text="texd") as environment, pytest.raises(ConfigError, match="text = 'texd': did you mean 'text'?"):
+        play(environment, environment.tasks[0])
 
 
 def test_a_running_server_and_one_that_is_down(play: Play) -> None:

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -74,23 +75,28 @@ def test_its_tools_are_called(play: Play) -> None:
     assert (reward.value, reward.metrics["turns"]) == (1.0, 2.0)
 
 
-@pytest.mark.parametrize(
-    ("settings", "reason"),
-    [
-        ({"taskset": {"reply": "nothing"}}, "TaskError: .*(NoneType|None)"),
-        ({"taskset": {"reply": "nan"}}, "reward is nan: it must be a finite number"),
-        ({"taskset": {"reply": "error"}}, "TaskError: .*answers.json"),
-        ({"taskset": {"reply": "hang"}, "seconds": 3}, "it did not end within 3 s and was ended"),
-        (
-            {"taskset": {"reply": "hang"}, "env": {"agent": {"timeout": {"scoring": 0.2}}}},
-            "the reward 'correct' was not computed: .*scoring_timeout",
-        ),
-        ({"harness": "codex"}, "Harness 'codex' needs a container runtime"),
-        ({"runtime": "docker"}, "[Dd]ocker"),
-    ],
-)
-def test_its_failures_are_reasons(play: Play, settings: dict[str, Any], reason: str) -> None:
-    with load(held_out=0, **settings) as environment, pytest.raises(EnvironmentFailed, match=reason):
+REASONS = {
+    "nothing": "TaskError: .*NoneType",
+    "nan": "reward is nan: it must be a finite number",
+    "error": "TaskError: .*answers.json",
+    "hang": "the reward 'correct' was not computed: the episode ended by scoring_timeout",
+}
+
+
+def test_its_failures_are_reasons(play: Play) -> None:
+    settings = {"taskset": {"replies": list(REASONS)}, "env": {"agent": {"timeout": {"scoring": 0.5}}}}
+    with load(held_out=0, **settings) as environment:
+        for task, reason in zip(environment.tasks, REASONS.values(), strict=True):
+            with pytest.raises(EnvironmentFailed, match=reason):
+                play(environment, task)
+    with load(held_out=0, seconds=4, taskset={"replies": ["hang"]}) as environment:
+        with pytest.raises(EnvironmentFailed, match="it did not end within 4 s and was ended"):
+            play(environment, environment.tasks[0])
+
+
+def test_a_harness_that_needs_a_container_is_refused(play: Play) -> None:
+    reason = "Harness 'codex' needs a container runtime"
+    with load(held_out=0, harness="codex") as environment, pytest.raises(EnvironmentFailed, match=reason):
         play(environment, environment.tasks[0])
 
 
@@ -113,15 +119,20 @@ def test_a_task_without_a_reward_is_a_failure(play: Play) -> None:
         ("digit_sum.py", {"taskset": {"sise": 3}}, "verifiers refuses .*taskset.sise = 3: "),
         ("digit_sum.py", {"env": {"agnet": {}}}, "verifiers refuses .*agnet = "),
         ("digit_sum.py", {"taskset": {"size": 0}}, "digit_sum.py has no tasks"),
-        ("digit_sum.py", {"hraness": "null"}, "hraness = 'null': unknown setting; did you mean 'harness'?"),
     ],
 )
 def test_what_is_wrong_is_said_before_the_run(
     target: str, settings: dict[str, Any], sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(TASKSETS)
+    monkeypatch.setenv("AGENTJET_CALLER", str(TASKSETS))
+    monkeypatch.setattr(sys, "path", [*sys.path])
     with pytest.raises(ConfigError, match=sentence):
-        environments.load(f"verifiers:{target}", **settings)
+        Verifiers(target=target, **settings).listed()  # In this process, to import the library once.
+
+
+def test_an_unknown_setting_has_the_nearest_name() -> None:
+    with pytest.raises(ConfigError, match="hraness = 'null': unknown setting; did you mean 'harness'?"):
+        load(hraness="null")
 
 
 def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

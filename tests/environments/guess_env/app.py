@@ -10,6 +10,10 @@ from openenv.core.env_server.interfaces import Environment
 from openenv.core.env_server.types import Action, Observation, State
 
 
+TESTS = ["", "", "none", "nan", "much", "error", "crash", "hang"]
+"""What a step of each task of the split `test` does."""
+
+
 class Way(StrEnum):
     up = "up"
     down = "down"
@@ -33,7 +37,7 @@ class GuessEnvironment(Environment):
 
     def reset(self, seed: int | None = None, episode_id: str | None = None, **kwargs: Any) -> Seen:
         self._state = State(episode_id=episode_id or os.urandom(8).hex())
-        self._does = kwargs.get("does", "")
+        self._does = TESTS[kwargs["index"]] if kwargs.get("split") == "test" else ""
         return Seen(text=f"task {kwargs.get('split')} {kwargs.get('index')}: up or down?")
 
     def step(self, action: Guess, timeout_s: float | None = None, **kwargs: Any) -> Seen:
@@ -58,7 +62,7 @@ class GuessEnvironment(Environment):
         return ["train", "test"]
 
     def num_tasks(self, split: str) -> int:
-        return {"train": 5, "test": 2}[split]
+        return {"train": 5, "test": len(TESTS)}[split]
 
 
 app = create_app(GuessEnvironment, Guess, Seen, env_name="guess_env", max_concurrent_envs=1)

@@ -11,8 +11,8 @@ __all__ = ["DigitSumTaskset"]
 class DigitSumConfig(vf.TasksetConfig):
     split: str = "train"
     size: int = 4
-    reply: str = "number"
-    """What the reward function returns: a number, nothing, nan, or an error."""
+    replies: list[str] = []
+    """The results of the reward function, one a task: nothing, nan, error or hang. Empty: numbers."""
 
 
 class DigitSumData(vf.TaskData):
@@ -43,9 +43,9 @@ class DigitSumTask(vf.Task[DigitSumData]):
 class DigitSumTaskset(vf.Taskset[DigitSumTask, DigitSumConfig]):
     def load(self) -> list[DigitSumTask]:
         first = 10 if self.config.split == "train" else 90
-        numbers = range(first, first + self.config.size)
-        return [DigitSumTask(self._row(number)) for number in numbers]
+        replies = self.config.replies or ["number"] * self.config.size
+        return [DigitSumTask(self._row(first + i, reply)) for i, reply in enumerate(replies)]
 
-    def _row(self, number: int) -> DigitSumData:
+    def _row(self, number: int, reply: str) -> DigitSumData:
         prompt = f"What is the sum of the digits of {number}?"
-        return DigitSumData(prompt=prompt, answer=sum(map(int, str(number))), reply=self.config.reply)
+        return DigitSumData(prompt=prompt, answer=sum(map(int, str(number))), reply=reply)

@@ -140,7 +140,8 @@ def _reward(episode: Any, base_url: str) -> Reward:
         raise EnvironmentFailed("the episode has no reward: the task needs a method with @vf.reward")
     for trace, name, reward in rewards:
         if reward is None:
-            raise EnvironmentFailed(f"the reward {name!r} was not computed: the episode ended by {trace.stop_condition}")
+            stop = trace.stop_condition
+            raise EnvironmentFailed(f"the reward {name!r} was not computed: the episode ended by {stop}")
     numbers: dict[str, list[float]] = {}
     for trace in traces:
         scores = {name: reward.score for name, reward in trace.rewards.items()}
