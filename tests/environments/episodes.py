@@ -26,7 +26,7 @@ def episodes(reply: Callable[[str], str]) -> Iterator[tuple[Play, Served]]:
             async def play(environment: Environment, task: Task) -> Reward:
                 async with (
                     AsyncSwarm(served.url, TOKEN) as swarm,
-                    swarm.episode(task.id, task_set=task.task_set) as episode,
+                    swarm.episode(task.id, task_set=task.task_set, mode="eval") as episode,
                 ):
                     reward = await environment.agent(task, episode)
                     await episode.finish(reward)

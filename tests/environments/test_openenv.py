@@ -98,7 +98,7 @@ def test_failures_of_the_server_are_reasons(play: Play) -> None:
 
 
 def test_a_wrong_field_has_the_nearest_name(play: Play) -> None:
-    with load(text="texd") as environment, pytest.raises(ConfigError, match="text = 'texd': did you mean 'text'?"):
+    with load(text="texd") as environment, pytest.raises(ConfigError, match="text = 'texd': did you mean 'text'"):
         play(environment, environment.tasks[0])
 
 

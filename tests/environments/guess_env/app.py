@@ -9,7 +9,6 @@ from openenv.core.env_server.http_server import create_app
 from openenv.core.env_server.interfaces import Environment
 from openenv.core.env_server.types import Action, Observation, State
 
-
 TESTS = ["", "", "none", "nan", "much", "error", "crash", "hang"]
 """What a step of each task of the split `test` does."""
 

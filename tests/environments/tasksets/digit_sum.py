@@ -11,7 +11,7 @@ __all__ = ["DigitSumTaskset"]
 class DigitSumConfig(vf.TasksetConfig):
     split: str = "train"
     size: int = 4
-    replies: list[str] = []
+    replies: tuple[str, ...] = ()
     """The results of the reward function, one a task: nothing, nan, error or hang. Empty: numbers."""
 
 
