@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from agentjet.errors import WorkerDied
+from agentjet.errors import WorkerDied, redact
 from agentjet.server.monitoring import LogFile, batch_context, configure_handler
 from tests.server.serving import TOKEN, Keys, serving
 

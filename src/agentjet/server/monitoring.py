@@ -13,7 +13,6 @@ import asyncio
 import json
 import logging
 import os
-import re
 import shutil
 import subprocess
 import threading
