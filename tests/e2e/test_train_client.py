@@ -33,7 +33,7 @@ async def converse(model: Path, url: str) -> list[Any]:
     config = TrainClientConfig(
         base_url=url,
         api_key_var="NO_SUCH_VARIABLE",
-        renderer={"name": "qwen3"},
+        renderer={"name": "qwen3", "enable_thinking": False},
         renderer_model_name=str(model),
     )
     client = resolve_client(config)

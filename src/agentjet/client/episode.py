@@ -89,7 +89,7 @@ class _EpisodeFields:
         self.mode: Mode = request.mode
         self.code_version: str = request.code_version
         self.is_recorded = is_recorded
-        """False if the model is an endpoint's: the server knows nothing of the episode."""
+        """False if the model is an endpoint's: then no server records the episode."""
 
     @property
     def anthropic_base_url(self) -> str:
