@@ -246,7 +246,7 @@ class ConversationTree:
                 answered = (node.length, node.order, node.call.id)
             todo += [child for child in node.children if child.start - node.start <= reach]
         kept, _, found = best
-        return Match(found and found.call.id, kept, b""), answered[2]
+        return Match(None if found is None else found.call.id, kept, b""), answered[2]
 
     def add(self, call: Call, encoded_suffix: Sequence[bytes], encoded_completion: Sequence[bytes]) -> None:
         """Appends a call whose parent, if any, is in the tree. The encoded pieces are one per token."""
