@@ -20,6 +20,7 @@ CLIENTS_INSTALLED := $(CLIENTS)/.installed
 AIDER_INSTALLED := $(CLIENTS)-aider/.installed
 OPENHANDS_INSTALLED := $(CLIENTS)-openhands/.installed
 CREWAI_INSTALLED := $(CLIENTS)-crewai/.installed
+VERIFIERS_INSTALLED := $(CLIENTS)-verifiers/.installed
 NODE_INSTALLED := conformance/node/node_modules/.installed
 SITE := .venv-site
 SITE_INSTALLED := $(SITE)/.installed
@@ -124,6 +125,11 @@ $(CREWAI_INSTALLED): conformance/requirements-crewai.txt $(CLIENTS_INSTALLED)
 	$(CLIENTS_PIP) --python $(CLIENTS)-crewai/bin/python -r $<
 	touch $@
 
+$(VERIFIERS_INSTALLED): conformance/requirements-verifiers.txt $(CLIENTS_INSTALLED)
+	test -x $(CLIENTS)-verifiers/bin/python || $(PYTHON) -m venv --without-pip $(CLIENTS)-verifiers
+	$(CLIENTS_PIP) --python $(CLIENTS)-verifiers/bin/python -r $<
+	touch $@
+
 $(OPENHANDS_INSTALLED): conformance/requirements-openhands.txt $(CLIENTS_INSTALLED)
 	test -x $(CLIENTS)-openhands/bin/python || $(PYTHON_3_12) -m venv --without-pip $(CLIENTS)-openhands
 	$(CLIENTS_PIP) --python $(CLIENTS)-openhands/bin/python -r $<
@@ -134,7 +140,7 @@ $(NODE_INSTALLED): conformance/node/package-lock.json
 	npm rebuild --prefix conformance/node @anthropic-ai/claude-code
 	touch $@
 
-conformance: setup $(CLIENTS_INSTALLED) $(AIDER_INSTALLED) $(CREWAI_INSTALLED) $(if $(shell $(PYTHON_3_12) --version 2>/dev/null),$(OPENHANDS_INSTALLED)) $(if $(shell command -v npm),$(NODE_INSTALLED))  ## train agents on libraries and whole products and write docs/compatibility.md; without Node or Python 3.12, on fewer
+conformance: setup $(CLIENTS_INSTALLED) $(AIDER_INSTALLED) $(CREWAI_INSTALLED) $(VERIFIERS_INSTALLED) $(if $(shell $(PYTHON_3_12) --version 2>/dev/null),$(OPENHANDS_INSTALLED)) $(if $(shell command -v npm),$(NODE_INSTALLED))  ## train agents on libraries and whole products and write docs/compatibility.md; without Node or Python 3.12, on fewer
 	$(BIN)/python -m conformance
 
 scale: setup  ## faults of a whole cluster, with real ranks and fake replicas
@@ -160,4 +166,4 @@ site: setup $(SITE_INSTALLED)  ## make the documentation site: build/site/html/i
 	$(SITE)/bin/sphinx-build --quiet --fail-on-warning --keep-going -d build/site/cache build/site/source build/site/html
 
 clean:  ## remove the environments and caches; data and results stay
-	rm -rf $(VENV) $(SITE) build/site $(CLIENTS) $(CLIENTS)-aider $(CLIENTS)-crewai $(CLIENTS)-openhands conformance/node/node_modules .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SITE) build/site $(CLIENTS) $(CLIENTS)-aider $(CLIENTS)-crewai $(CLIENTS)-verifiers $(CLIENTS)-openhands conformance/node/node_modules .mypy_cache .pytest_cache .ruff_cache .hypothesis

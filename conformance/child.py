@@ -20,6 +20,7 @@ PYTHON = HERE.parent / ".venv-conformance" / "bin" / "python"
 AIDER = HERE.parent / ".venv-conformance-aider" / "bin"
 OPENHANDS = HERE.parent / ".venv-conformance-openhands" / "bin"
 CREWAI = HERE.parent / ".venv-conformance-crewai" / "bin"
+VERIFIERS = HERE.parent / ".venv-conformance-verifiers" / "bin"
 """Environments of clients whose pins clash with those of the others, or that need a newer Python."""
 NODE = HERE / "node"
 PRODUCTS = HERE / "products"
@@ -82,8 +83,9 @@ def command(script: str, *arguments: str) -> list[str]:
         return ["sh", "-eu", str(PRODUCTS / script), *arguments]
     if is_product(script):
         return [str(OPENHANDS / "python"), str(PRODUCTS / script), *arguments]
-    python = str(CREWAI / "python") if "CrewAI" in arguments else str(PYTHON)
-    return [python, str(HERE / "clients" / script), *arguments]
+    python = CREWAI / "python" if "CrewAI" in arguments else PYTHON
+    python = VERIFIERS / "python" if script.startswith("verifiers") else python
+    return [str(python), str(HERE / "clients" / script), *arguments]
 
 
 async def run(argv: list[str], episode: dict[str, Any], folder: Path, *, product: bool = False) -> Ended:

@@ -24,10 +24,11 @@ from conformance.product_exercises import PACKAGES as PRODUCT_PACKAGES
 from conformance.product_exercises import PRODUCTS
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = "chat", "completions", "responses", "messages"
+GENERATE = "token ids"
 OPENAI, ANTHROPIC, AGENTS = "openai", "anthropic", "openai-agents"
 LANGCHAIN, PYDANTIC_AI, SMOLAGENTS = "langchain", "pydantic-ai", "smolagents"
 LITELLM, AGENTSCOPE, AUTOGEN, DSPY = "litellm", "agentscope", "autogen", "dspy"
-CREWAI, HTTP = "crewai", "plain HTTP"
+CREWAI, HTTP, VERIFIERS = "crewai", "plain HTTP", "verifiers"
 NODE_OPENAI, NODE_AI = "npm openai", "npm ai"
 
 PACKAGES = {
@@ -86,6 +87,10 @@ STRUCTURED = (
 ACTING_IN_TEXT = (
     Turn("Action: add(17,  25)\nObservation:", sees=(FIRST,), stopped=True),
     Turn(f"Answer: {ANSWERS[0]}", adds=" 42\n"),
+)
+BY_IDS = (
+    Turn(ANSWERS[0], sees=("<|im_start|>user\n", "What is 17 + 25?")),
+    Turn("84 €.", adds=asked("Now double it.")),
 )
 HANDOFF = (
     Turn(calling(("transfer_to_reckoner", "{}")), sees=("You pass questions on.", '"transfer_to_reckoner"', FIRST)),
@@ -265,6 +270,15 @@ EXERCISES = (
     ),
     DSPY_NATIVE_TOOLS,
     speaking(replace(DSPY_NATIVE_TOOLS, remark="")),
+    Exercise(
+        VERIFIERS,
+        "the train client, the key in the URL",
+        GENERATE,
+        ("verifiers_train.py",),
+        BY_IDS,
+        "84 €.",
+        "renders and tokenises by itself; chats go through its `EvalClient`",
+    ),
     faithful(NODE_OPENAI, "tools, parallel calls", CHAT, "openai.mjs", "chat"),
     faithful(NODE_OPENAI, "the SDK's `runTools`, streamed", CHAT, "openai.mjs", "runner"),
     faithful(NODE_OPENAI, "tools, parallel calls", RESPONSES, "openai.mjs", "responses"),

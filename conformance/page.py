@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib.metadata import distributions
 
 from conformance import evaluation
-from conformance.child import AIDER, CREWAI, NODE, OPENHANDS, PRODUCTS, PYTHON
+from conformance.child import AIDER, CREWAI, NODE, OPENHANDS, PRODUCTS, PYTHON, VERIFIERS
 from conformance.episode import Exercise
 from conformance.exercises import PACKAGES
 
@@ -87,7 +87,7 @@ class Result:
 
 def versions() -> dict[str, str]:
     """Installed packages and their versions; those of npm begin with `npm `."""
-    bins = (CREWAI, AIDER, OPENHANDS, PYTHON.parent)
+    bins = (VERIFIERS, CREWAI, AIDER, OPENHANDS, PYTHON.parent)
     sites = [str(site) for each in bins for site in each.parent.glob("lib/python*/site-packages")]
     found = {one.name.lower().replace("_", "-"): one.version for each in sites for one in distributions(path=[each])}
     wanted = json.loads((NODE / "package.json").read_text(encoding="utf-8"))

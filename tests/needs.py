@@ -89,7 +89,7 @@ NEEDS: dict[str, tuple[Callable[[], bool], str]] = {
     "textarena": (partial(has_packages, "textarena"), "TextArena: pip install textarena"),
     "trackio": (partial(has_packages, "trackio"), "Trackio: pip install -e '.[trackio]'"),
     "trl": (partial(has_packages, "trl"), "TRL: pip install trl"),
-    "verifiers": (partial(has_packages, "verifiers"), "verifiers: pip install verifiers"),
+    "verifiers": (partial(has_packages, "verifiers", "renderers", "transformers"), "verifiers: pip install verifiers"),
     "vllm": (has_vllm, "vLLM: agentjet cluster install, or set AGENTJET_SAMPLER_PYTHON"),
     "wandb": (partial(has_packages, "wandb"), "Weights & Biases: pip install -e '.[wandb]'"),
 }

@@ -75,7 +75,7 @@ def http_page() -> str:
                 "",
                 "[The dialects](../docs/dialects.md) lists the keys of these bodies. An episode key may also stand in",
             ]
-            lines += ["the path, as `/k/KEY/v1/...`."]
+            lines += ["the path, as `/k/KEY/v1/...` and `/k/KEY/inference/v1/generate`."]
         for method, path, operation in operations:
             if not path.startswith("/k/"):
                 lines += ["", *_route(method, path, operation, tokens.get((method, path), "none"), tag != "inference")]

@@ -21,6 +21,11 @@ LIBRARIES = ("numpy", "torch", "pydantic")
 """Packages whose lines are not the place of a failure: they were called with something wrong."""
 LEAST_SIMILAR = 0.6
 """Smallest share of equal characters of a name that is suggested."""
+SECRET_PATTERNS = (
+    (re.compile(r"/k/[^/\s\"']+"), "/k/…"),
+    (re.compile(r"(aj[ks])-[\w.~-]+"), r"\1-…"),
+    (re.compile(r"(?i)(bearer\s+)[\w.~+/=-]{8,}"), r"\1…"),
+)
 
 
 class AgentJetError(Exception):
@@ -272,6 +277,13 @@ def failure(error: BaseException) -> str:
     if isinstance(error, SyntaxError) and error.filename:
         place = f"{error.filename}:{error.lineno}"
     return f"{place}: {type(error).__name__}: {error}"
+
+
+def redact(text: str) -> str:
+    """Returns `text` without keys and tokens."""
+    for pattern, instead in SECRET_PATTERNS:
+        text = pattern.sub(instead, text)
+    return text
 
 
 class StackLine(NamedTuple):

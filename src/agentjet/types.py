@@ -202,6 +202,8 @@ class Conversation:
     tools: tuple[Mapping[str, Any], ...] = ()
     prompt: str | tuple[int, ...] | None = None
     """Raw text or token ids to continue without the chat template. `messages` is then empty."""
+    is_exact: bool = False
+    """True if `prompt` has the tokens of the context. Else a known text gets the tokens that the policy sampled."""
     instructed: bool = False
     """True if the first message is this request's `instructions`, which `previous_response_id` does not continue."""
 

@@ -169,6 +169,40 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"temperature": 0}, "temperature"),
         ({"stream_options": {"include_obfuscation": False}}, "stream_options"),
     ],
+    "/inference/v1/generate": [
+        ({"token_ids": []}, "token_ids"),
+        ({"token_ids": None}, "token_ids"),
+        ({"token_ids": "hello"}, "token_ids"),
+        ({"token_ids": [1, 100_000]}, "token_ids"),
+        ({"token_ids": [-1]}, "token_ids.0"),
+        ({"token_ids": [1, 2**24]}, "token_ids.1"),
+        ({"token_ids": [True]}, "token_ids.0"),
+        ({"token_ids": [1.0]}, "token_ids.0"),
+        ({"token_ids": [[1]]}, "token_ids.0"),
+        ({"token_ids": [1] * 5000}, "token_ids"),
+        ({"prompt": "hello"}, "prompt"),
+        ({"max_tokens": 3}, "max_tokens"),
+        ({"temperature": 0.5}, "temperature"),
+        ({"features": {"mm_hashes": {"image": ["x"]}, "mm_placeholders": {}}}, "features"),
+        ({"content_parts": [{"type": "image_url", "url": "data:,"}]}, "content_parts"),
+        ({"kv_transfer_params": {"do_remote_prefill": True}}, "kv_transfer_params"),
+        ({"output_mode": "text"}, "output_mode"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"sampling_params": None}, "sampling_params"),
+        ({"sampling_params": {"temperature": 0}}, "temperature"),
+        *(
+            ({"sampling_params": {name: value}}, f"sampling_params.{name}")
+            for name, value in {
+                "temperature": 3, "top_p": 0, "top_k": 2**64, "min_p": 0.1, "seed": 2**63, "n": 65, "max_tokens": 0,
+                "min_tokens": 2, "logprobs": 2, "prompt_logprobs": 0, "logprob_token_ids": [1], "ignore_eos": True,
+                "stop": "", "bad_words": ["x"], "logit_bias": {"1": 5.0}, "allowed_token_ids": [1], "temprature": 1,
+                "presence_penalty": 0.5, "repetition_penalty": 1.1, "structured_outputs": {"json": {}},
+                "stop_token_ids": [100_000],
+            }.items()
+        ),
+        ({"sampling_params": {"stop_token_ids": [-1]}}, "sampling_params.stop_token_ids.0"),
+        ({"sampling_params": {"stop_token_ids": [1] * 257}}, "sampling_params.stop_token_ids"),
+    ],
 }  # fmt: skip
 TEXT = {"type": "text", "text": "hello", "citations": None, "cache_control": {"type": "ephemeral", "ttl": "1h"}}
 USE = {"type": "tool_use", "id": "t", "name": "f", "input": {}, "caller": {"type": "direct"}, "toolset_name": None}
@@ -196,5 +230,15 @@ NEUTRAL: dict[str, dict[str, Any]] = {
         "parallel_tool_calls": True, "tool_choice": "auto", "user": "me", "metadata": {}, "include": [], "tools": [],
         "reasoning": {"effort": None, "summary": None}, "text": {"format": {"type": "text"}}, "top_p": 1,
         "prompt_cache_key": "x", "safety_identifier": "y", "previous_response_id": None,
+    },
+    "/inference/v1/generate": {
+        "features": None, "content_parts": [], "kv_transfer_params": None, "output_mode": "tokens", "priority": 0,
+        "cache_salt": "x", "stream": False, "return_token_ids": False, "request_id": "x",
+        "sampling_params": {
+            "n": 1, "top_k": -1, "top_p": 1, "min_p": 0, "min_tokens": 0, "presence_penalty": 0,
+            "repetition_penalty": 1, "logprobs": 1, "prompt_logprobs": None, "stop": [], "stop_token_ids": [],
+            "ignore_eos": False, "skip_special_tokens": False, "routed_experts_prompt_start": 7, "logit_bias": {},
+            "return_token_ids": True, "reasoning_effort": "low",
+        },
     },
 }  # fmt: skip

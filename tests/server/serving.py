@@ -77,7 +77,8 @@ class Served:
 
     def anthropic(self, episode: dict[str, Any], **uvicorn_config: Any) -> AsyncAnthropic:
         """Returns Anthropic's SDK with the key of an episode."""
-        arguments = {"base_url": self.url, "api_key": episode["api_key"], "max_retries": 0, **uvicorn_config}
+        url = episode.get("base_url", self.url).removesuffix("/v1")
+        arguments = {"base_url": url, "api_key": episode["api_key"], "max_retries": 0, **uvicorn_config}
         client = AsyncAnthropic(**arguments, http_client=AnthropicHttpxClient(verify=False))
         self.agents.push_async_callback(client.close)
         return client

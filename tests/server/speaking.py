@@ -6,17 +6,21 @@ import json
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anthropic
+import httpx
 import openai
 
 from agentjet.types import Call, ModelInfo
 from tests.server.serving import Served
-from tests.tiny import make_model_info
+from tests.tiny import make_model_info, tokenizer
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}}
+SAMPLING = frozenset({"max_tokens", "temperature", "top_p", "top_k", "seed", "n", "stop", "stop_token_ids", "logprobs"})
+"""The sampling parameters of vLLM."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +54,16 @@ class Speech:
     stop: str = ""
     history: str = "messages"
     tools: tuple[dict[str, Any], ...] = ()
+    nested: str = ""
+    """The key of the sampling parameters, if they do not stand beside the other keys."""
 
     def __str__(self) -> str:
-        return self.path.split("/")[2]
+        return self.path.split("/v1/")[1].split("/")[0]
+
+    def body(self, **keys: Any) -> dict[str, Any]:
+        """Returns a request with `hello` and these keys."""
+        inner = {name: keys.pop(name) for name in list(keys) if self.nested and name in SAMPLING}
+        return {"model": "policy", **self.asked, **({self.nested: inner} if inner else {}), **keys}
 
 
 async def _chat(served: Served, episode: dict[str, Any], *, stream: bool = False, **body: Any) -> Answer:
@@ -135,6 +146,29 @@ async def _response(served: Served, episode: dict[str, Any], *, stream: bool = F
     )
 
 
+async def _generate(served: Served, episode: dict[str, Any], *, stream: bool = False, **body: Any) -> Answer:
+    """As `renderers.client` of verifiers asks: OpenAI's SDK with an absolute URL, and an answer of plain JSON."""
+    client = served.openai(episode)
+    url = str(client.base_url).rstrip("/").removesuffix("/v1") + GENERATE.path
+    asked = GENERATE.body(**body)
+    [renderer, *_] = served.run.gateway.calls.policies.renderers.values()
+    if stream:
+        asked |= {"stream": True, "stream_options": {"include_usage": True}}
+        events: Any = await client.post(
+            url, cast_to=object, body=asked, stream=True, stream_cls=openai.AsyncStream[Any]
+        )
+        pieces: list[Any] = [piece async for piece in events]
+        choices, used, last = [piece["choices"][0] for piece in pieces[:-1]], pieces[-1]["usage"], pieces[-1]
+    else:
+        last = json.loads((await client.post(url, cast_to=httpx.Response, body=asked)).content)
+        choices, used = last["choices"], last["usage"]
+    ids = [one for choice in choices for one in choice["token_ids"]]
+    entries = [one for choice in choices for one in (choice["logprobs"] or {"content": []})["content"]]
+    raw = SimpleNamespace(id=last["request_id"], model=last["model"], ids=ids, logprobs=entries, body=last)
+    usage = used["prompt_tokens"], used["completion_tokens"]
+    return Answer(renderer.text(ids), choices[-1]["finish_reason"], usage, turn=ids, raw=raw)
+
+
 FUNCTION = {"name": "add", "description": "Adds.", "parameters": SCHEMA}
 CHAT = Speech(
     "/v1/chat/completions",
@@ -161,7 +195,16 @@ RESPONSES = Speech(
     history="input",
     tools=({"type": "function", **FUNCTION, "strict": None},),
 )
-SPEECHES = (CHAT, COMPLETIONS, MESSAGES, RESPONSES)
+GENERATE = Speech(
+    "/inference/v1/generate",
+    _generate,
+    {"token_ids": tokenizer().encode("hello", add_special_tokens=False).ids},
+    "max_tokens",
+    "stop",
+    history="token_ids",
+    nested="sampling_params",
+)
+SPEECHES = (CHAT, COMPLETIONS, MESSAGES, RESPONSES, GENERATE)
 WITH_TOOLS = (CHAT, MESSAGES, RESPONSES)
 
 

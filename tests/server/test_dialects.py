@@ -28,6 +28,7 @@ from tests.server.speaking import (
     CHAT,
     COMPLETIONS,
     FUNCTION,
+    GENERATE,
     HELLO,
     MESSAGES,
     RESPONSES,
@@ -76,16 +77,16 @@ async def test_a_streamed_answer_is_the_plain_one(tmp_path: Path, dialect: Speec
             text = "Let me see." if said == TWO_CALLS else "Let me see.\n\nAnd \n\n\nWait."
             assert (plain.text, plain.reasoning, plain.end) == (text, "hm", "calls")
             assert plain.calls == (("add", {"a": 1, "b": "é"}), ("add", {"a": 2}))
-        elif "<think>" not in said or dialect is COMPLETIONS:
+        elif "<think>" not in said or dialect in (COMPLETIONS, GENERATE):
             assert (plain.text, plain.end) == (said, "stop")
-        prefix = {CHAT: "chatcmpl-", COMPLETIONS: "cmpl-", MESSAGES: "msg_", RESPONSES: "resp_"}[dialect]
+        prefix = {CHAT: "chatcmpl-", COMPLETIONS: "cmpl-", MESSAGES: "msg_", RESPONSES: "resp_", GENERATE: ""}[dialect]
         assert plain.raw.id == prefix + first.id and plain.raw.model == "tiny"
 
 
 @dialects(*SPEECHES)
 async def test_it_really_streams(tmp_path: Path, dialect: Speech) -> None:
     async with serving(tmp_path / "d", saying(lambda prompt: "one two three four")) as served:
-        body = {"model": "policy", **dialect.asked, "stream": True, dialect.length: 50}
+        body = dialect.body(stream=True, **{dialect.length: 50})
         episode = await served.begin()
         async with served.http.stream("POST", dialect.path, json=body, headers=key_of(episode)) as response:
             events = [line async for line in response.aiter_lines() if line.startswith("data: {")]
@@ -197,7 +198,7 @@ async def test_a_disconnect_cancels_the_sampling(tmp_path: Path, dialect: Speech
 async def test_a_stream_that_breaks_says_so(tmp_path: Path, dialect: Speech) -> None:
     async with serving(tmp_path / "d", saying(lambda prompt: "x" * 30)) as served:
         served.run.compute.stuck = lambda request, piece: piece == 10
-        body = {"model": "policy", **dialect.asked, "stream": True, dialect.length: 50}
+        body = dialect.body(stream=True, **{dialect.length: 50})
         headers, events = key_of(await served.begin()), list[Any]()
         async with served.http.stream("POST", dialect.path, json=body, headers=headers) as response:
             async for line in response.aiter_lines():
@@ -304,7 +305,8 @@ async def test_errors_have_the_shape_of_their_dialect(tmp_path: Path, dialect: S
         await ask("large", user="x" * 2**21)
         assert "'tiny'" in (await ask("model", model="gpt-4o"))["message"]
         text = "prompt" if dialect is COMPLETIONS else dialect.history
-        long = "x" * 5000 if text != "messages" else [{"role": "user", "content": "x" * 5000}]
+        long: Any = "x" * 5000 if text != "messages" else [{"role": "user", "content": "x" * 5000}]
+        long = GENERATE.asked["token_ids"] * 5000 if dialect is GENERATE else long
         message = (await ask("long", **{text: long}))["message"]
         said = "prompt is too long: " if dialect is MESSAGES else "maximum context length is 2048 tokens"
         assert said in message

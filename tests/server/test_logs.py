@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from agentjet.errors import WorkerDied
-from agentjet.server.monitoring import LogFile, batch_context, configure_handler, redact
+from agentjet.errors import WorkerDied, redact
+from agentjet.server.monitoring import LogFile, batch_context, configure_handler
 from tests.server.serving import TOKEN, Keys, serving
 
 

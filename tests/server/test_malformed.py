@@ -20,13 +20,36 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from openai.types import Completion
+from openai.types import Completion, CompletionUsage
 from openai.types.chat import ChatCompletion
 from openai.types.responses import Response
 from pydantic import BaseModel
 
 from tests.server.target import Target, serving_target
 from tests.tiny import make_model_info
+
+
+class GeneratedLogprob(BaseModel):
+    """What vLLM says of a token; its SDK is the engine."""
+
+    token_id: int
+    logprob: float
+    top_logprobs: list[Any]
+
+
+class GeneratedChoice(BaseModel):
+    index: int
+    finish_reason: str
+    token_ids: list[int]
+    logprobs: dict[str, list[GeneratedLogprob]]
+
+
+class Generated(BaseModel):
+    request_id: str
+    choices: list[GeneratedChoice]
+    usage: CompletionUsage
+    prompt_token_ids: list[int]
+
 
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 FUNCTION = {"name": "add", "description": "Adds.", "parameters": SCHEMA}
@@ -110,6 +133,21 @@ VALID: dict[str, dict[str, Any]] = {
         "temperature": 0.5,
         "metadata": {"a": "b"},
     },
+    "/inference/v1/generate": {
+        "model": "policy",
+        "token_ids": [5, 6, 7],
+        "sampling_params": {
+            "max_tokens": 8,
+            "temperature": 0.5,
+            "stop": ["x"],
+            "stop_token_ids": [3],
+            "seed": 3,
+            "logprobs": 1,
+            "skip_special_tokens": False,
+        },
+        "return_token_ids": True,
+        "cache_salt": "x",
+    },
 }
 COUNT = ("max_tokens", "stop_sequences", "temperature", "top_k", "metadata")
 VALID["/v1/messages/count_tokens"] = {k: v for k, v in VALID["/v1/messages"].items() if k not in COUNT}
@@ -120,6 +158,7 @@ ANSWERS: dict[str, type[BaseModel]] = {
     "/v1/messages/count_tokens": anthropic.types.MessageTokensCount,
     "/v1/completions": Completion,
     "/v1/responses": Response,
+    "/inference/v1/generate": Generated,
 }
 """The types of the providers' SDKs."""
 
@@ -139,7 +178,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
 def routes(target: Target) -> list[str]:
     """The routes that take a request of an agent, without those with the key in the path."""
     paths = target.app.openapi()["paths"]
-    return [path for path, ways in paths.items() if path.startswith("/v1/") and "post" in ways]
+    return [path for path, ways in paths.items() if path.startswith(("/v1/", "/inference/")) and "post" in ways]
 
 
 def ask(target: Target, path: str, content: bytes, *, key: str = "") -> httpx.Response:

@@ -14,10 +14,9 @@ import openai
 import pytest
 
 from tests.server.serving import serving
+from tests.server.speaking import HELLO, SPEECHES
 
 pytestmark = pytest.mark.anyio
-
-HELLO = [{"role": "user", "content": "hello"}]
 
 
 @pytest.mark.parametrize(
@@ -57,14 +56,15 @@ async def test_a_role_has_128_characters_at_most(tmp_path: Path) -> None:
 
 
 TEAM = {"planner": {}, "coder": {}}
-PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses", "/v1/messages/count_tokens")
+COUNT_TOKENS = "/v1/messages/count_tokens"
+PATHS = (*(dialect.path for dialect in SPEECHES), COUNT_TOKENS)
 
 
 def body_of(path: str, model: str) -> dict[str, Any]:
-    if path == "/v1/completions":
-        return {"model": model, "prompt": "hello"}
-    body: dict[str, Any] = {"model": model, "input" if path == "/v1/responses" else "messages": HELLO}
-    return {**body, "max_tokens": 9} if path == "/v1/messages" else body
+    if path == COUNT_TOKENS:
+        return {"model": model, "messages": HELLO}
+    [body] = [dialect.body() for dialect in SPEECHES if dialect.path == path]
+    return {**body, "model": model}
 
 
 async def test_a_name_chooses_the_policy(tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ async def test_a_name_chooses_the_policy(tmp_path: Path) -> None:
                 assert answer.status_code == 200, answer.text
                 assert answer.json().get("model", model.partition("@")[0]) == model.partition("@")[0]
         calls = (await served.view(episode)).calls
-        assert Counter(call.role for call in calls) == {"planner": 4, "coder/critic": 4, "coder/judge": 4}
+        assert Counter(call.role for call in calls) == {"planner": 5, "coder/critic": 5, "coder/judge": 5}
         stream = await served.openai(episode).chat.completions.create(model="coder", messages=HELLO, stream=True)
         chunks = [chunk async for chunk in stream]
         assert {chunk.model for chunk in chunks} == {"coder"} and chunks[-1].system_fingerprint == "coder-0"

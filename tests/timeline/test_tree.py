@@ -5,7 +5,8 @@
 3. forks, duplicates, roots and calls in parallel; `tokens` and `prompt_tokens` are exact; `leaves`;
 4. sampled answers are recognised by meaning, after the same messages only;
 5. orphans: among a request and its retries, the answers that were sent back are trained, else the last delivered one;
-6. a linear conversation has no forks; votes and sub-agents are branches. `test_failures_of_others` has other causes.
+6. prompts of tokens keep the longest path of equal tokens, also among calls of text, and stay exact;
+7. a linear conversation has no forks; votes and sub-agents are branches. `test_failures_of_others` has other causes.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from agentjet.timeline import ConversationTree, Match
 from agentjet.timeline.tree import Identities, orphans
@@ -144,6 +147,34 @@ def test_a_match_never_ends_within_a_sampled_character(tree: ConversationTree) -
     grow(tree, first)
     assert tree.match(piece(CONTROL) + kip + b"!") == Match("1", 1, kip + b"!")
     assert tree.match(piece(CONTROL) + euro + b"!") == Match("1", 4, b"!")
+
+
+STRETCH = st.text("ab|A", min_size=1, max_size=4)
+
+
+@given(st.data())
+def test_a_prompt_of_tokens_keeps_the_longest_path_of_equal_tokens(data: st.DataObject) -> None:
+    """Compared with a search of all paths, in trees that calls of text have grown, too."""
+    tree = ConversationTree()
+    for number in range(data.draw(st.integers(1, 6))):
+        id, paths = f"c{number}", {one.id: tree.tokens(one.id) for one in tree.calls}
+        known = data.draw(st.sampled_from(["", *("".join(map(chr, path)) for path in paths.values())]))
+        prompt = known[: data.draw(st.integers(0, len(known)))] + data.draw(STRETCH)
+        completion = data.draw(STRETCH)
+        if data.draw(st.booleans()):
+            ask(tree, id, prompt, completion)
+            continue
+        tokens = tuple(prompt.encode())
+        match, after = tree.match_tokens(tokens)
+        common = {id: next((i for i, (a, b) in enumerate(zip(path, tokens, strict=False)) if a != b),
+                           min(len(path), len(tokens))) for id, path in paths.items()}  # fmt: skip
+        answered = {id: len(path) for id, path in paths.items() if common[id] == len(path)}
+        assert match.kept == max(common.values(), default=0) and match.suffix == b""
+        assert (match.parent is None) == (match.kept == 0)
+        assert (after and len(paths[after])) == max(answered.values(), default=None)
+        assert tree.prompt_tokens(match, tokens[match.kept :]) == tokens
+        grow(tree, call(id, match.parent, match.kept, prompt[match.kept :], completion))
+        assert tree.tokens(id) == tuple((prompt + completion).encode())
 
 
 def test_calls_in_parallel_do_not_disturb_each_other(tree: ConversationTree) -> None:

@@ -19,7 +19,7 @@ from typing import Any, Self
 from urllib.parse import quote
 
 from agentjet.client.connection import Connection
-from agentjet.errors import AgentJetError, Conflict, NotFound
+from agentjet.errors import AgentJetError, ConfigError, Conflict, NotFound, redact
 from agentjet.protocol import (
     MAX_CLOSED_GROUPS,
     AbortRequest,
@@ -68,7 +68,7 @@ def episode_path(episode_id: str, verb: str = "") -> str:
 class _EpisodeFields:
     """The fields that both kinds of episode share: access to the model, and the task."""
 
-    def __init__(self, begun: BeginResponse, request: BeginRequest) -> None:
+    def __init__(self, begun: BeginResponse, request: BeginRequest, *, is_recorded: bool) -> None:
         self.begun = begun
         self.request = request
         self.id: str = begun.episode_id
@@ -88,11 +88,27 @@ class _EpisodeFields:
         self.group: str = request.group_name
         self.mode: Mode = request.mode
         self.code_version: str = request.code_version
+        self.is_recorded = is_recorded
+        """False if the model is an endpoint's: then no server records the episode."""
 
     @property
     def anthropic_base_url(self) -> str:
         """The same for Anthropic's SDKs, which append `/v1` themselves."""
         return self.base_url.removesuffix("/v1")
+
+    @property
+    def url_with_key(self) -> str:
+        """`base_url` with the key in its path, for clients that can set a URL and no key. The URL is as secret as the
+        key. Anthropic's SDKs need it without the `/v1` at its end.
+
+        Raises `ConfigError` for an endpoint, which takes its key in a header only.
+        """
+        if not self.is_recorded:
+            raise ConfigError(
+                f"episode.url_with_key is a URL of an AgentJet server, and the model is at {self.base_url}: give the "
+                "agent episode.base_url and episode.api_key"
+            )
+        return f"{self.anthropic_base_url}/k/{self.api_key}/v1"
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.id} of task {self.task_id!r}>"  # never the key
@@ -104,7 +120,7 @@ class AsyncEpisode(_EpisodeFields):
 
     def __init__(self, connection: Connection | None, begun: BeginResponse, request: BeginRequest) -> None:
         """Without a connection nothing is recorded: the model is an endpoint's."""
-        super().__init__(begun, request)
+        super().__init__(begun, request, is_recorded=connection is not None)
         self._connection = connection
         self.status: EpisodeStatus = "live"
         """The status in the server's last answer."""
@@ -128,7 +144,7 @@ class AsyncEpisode(_EpisodeFields):
 
     async def abort(self, reason: str = "", *, patience: float | None = None) -> EpisodeView:
         """End the episode without a score; it is not trained on. Retries for `patience` seconds."""
-        return await self._post("abort", AbortRequest(reason=reason[:2000]), patience=patience)
+        return await self._post("abort", AbortRequest(reason=redact(reason)[:2000]), patience=patience)
 
     async def heartbeat(self) -> EpisodeView:
         """Renew the lease. Calls of the model renew it too."""
@@ -204,7 +220,7 @@ class Episode(_EpisodeFields):
 
     def __init__(self, episode: AsyncEpisode, run: RunCoroutine) -> None:
         """`run` runs a coroutine on the loop of the episode's client."""
-        super().__init__(episode.begun, episode.request)
+        super().__init__(episode.begun, episode.request, is_recorded=episode.is_recorded)
         self._episode = episode
         self._run = run
 
@@ -246,11 +262,14 @@ def patience_after(error: BaseException | None) -> float | None:
 
 
 def abort_reason(error: BaseException | None) -> str:
-    """The reason for an end without a reward, with the server's message if an HTTP client raised its refusal."""
+    """The reason for an end without a reward, with the server's message if an HTTP client raised its refusal.
+
+    The text of an exception can have the URL of a request, and thus the key of an episode: it is left out.
+    """
     if error is None:
         return "left without a reward"
     reason, message = f"{type(error).__name__}: {error}", refusal(error)
-    return f"{reason}: {message}"[:2000] if message not in reason else reason[:2000]
+    return redact(f"{reason}: {message}" if message not in reason else reason)[:2000]
 
 
 def refusal(error: BaseException) -> str:

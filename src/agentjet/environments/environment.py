@@ -60,7 +60,7 @@ class Environment:
         return {
             "base_url": episode.base_url,
             "api_key": episode.api_key,
-            "url_with_key": f"{episode.anthropic_base_url}/k/{episode.api_key}/v1",
+            "url_with_key": episode.url_with_key,
             "name": policy or episode.model,
             "max_turns": episode.max_turns,
             "max_tokens": self.kind.max_tokens,

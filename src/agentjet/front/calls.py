@@ -85,6 +85,8 @@ class CallRequest:
     top_k: int = 0
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
+    """Tokens that end the answer, besides the end tokens of the model."""
     constraint: Constraint = ANY_ANSWER
     choices: int = 1
     stream: bool = False
@@ -120,7 +122,8 @@ class CallRequest:
     @property
     def asked(self) -> str:
         """Name of the parameter that the model continues, for error messages."""
-        return "messages" if self.conversation.prompt is None else "prompt"
+        raw = "token_ids" if self.conversation.is_exact else "prompt"
+        return "messages" if self.conversation.prompt is None else raw
 
 
 @dataclass(frozen=True, slots=True)
@@ -484,6 +487,9 @@ class ActiveCall:
                 code="unsupported_parameter",
                 param="chat_template_kwargs",
             )
+        renderer.check_ids(request.stop_ids, "sampling_params.stop_token_ids")
+        if not set(request.stop_ids) <= set(renderer.model.end_tokens):  # The sampler ends with the others by itself.
+            params = replace(params, piece_tokens=1)
         is_new_role = not self._tree.calls and episode.num_calls
         for conversation in request.conversations:
             prompt = await self._calls.prompt(renderer, episode.id, self.role, request, conversation)
@@ -608,7 +614,11 @@ class ActiveChoice:
             routes_from=None if routes is None else max(0, self._prompt.kept - 1),
         )
         self._parser = CompletionParser(
-            call.renderer, request.conversations[which], stop=request.stop, id_prefix=f"call_{self._id[:12]}"
+            call.renderer,
+            request.conversations[which],
+            stop=request.stop,
+            stop_ids=request.stop_ids,
+            id_prefix=f"call_{self._id[:12]}",
         )
 
     async def sample(self, compute: Sampler) -> AsyncGenerator[CallChunk]:

@@ -75,7 +75,7 @@ CHECKED = "agentjet.checked"
 """Key in the scope of a request whose guards were checked before its body was read."""
 RUN_PATH = re.compile(r"/runs/([^/]*)")
 KEY_PATH = re.compile(r"/k/([^/]+)")
-INFERENCE_PATH = re.compile(r"^(/k/[^/]+)?(/v1/.*)", re.DOTALL)
+INFERENCE_PATH = re.compile(r"^(/k/[^/]+)?((?:/inference)?/v1/.*)", re.DOTALL)
 
 
 # ---- connections -----------------------------------------------------------------------------------------------------

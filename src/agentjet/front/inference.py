@@ -40,6 +40,7 @@ from agentjet.front.dialects.dialect import (
 from agentjet.front.dialects.messages import PromptBody, TokenCount, prompt_to_count
 from agentjet.front.http import (
     EPISODE_KEY,
+    KEY_PATH,
     ClientGone,
     GuardedRoute,
     calls_of,
@@ -47,6 +48,7 @@ from agentjet.front.http import (
     internal_error,
     key_in_headers,
     key_in_path,
+    route_path,
     until_disconnect,
 )
 from agentjet.types import policy_of
@@ -128,13 +130,14 @@ async def probe() -> Response:
 
 
 @routes.api_route("/v1/{path:path}", methods=["GET", "POST"], include_in_schema=False)
-async def unknown_route(path: str) -> None:
+@routes.api_route("/inference/v1/{path:path}", methods=["GET", "POST"], include_in_schema=False)
+async def unknown_route(request: Request) -> None:
     """Refuse unknown paths, and GET of a known one, with an error in the shape of the nearest dialect."""
-    paths = [dialect.path for dialect in DIALECTS]
-    if f"/v1/{path}" in paths:
-        raise MethodNotAllowed(f"/v1/{path} takes requests with POST.", code="method_not_allowed")
+    path, paths = KEY_PATH.sub("", route_path(request.scope), count=1), [dialect.path for dialect in DIALECTS]
+    if path in paths:
+        raise MethodNotAllowed(f"{path} takes requests with POST.", code="method_not_allowed")
     served = ", ".join(["/v1/models", *paths])
-    raise NotFound(f"/v1/{path} is not served here. Available: {served}.", code="unknown_route")
+    raise NotFound(f"{path} is not served here. Available: {served}.", code="unknown_route")
 
 
 router = APIRouter()

@@ -66,6 +66,8 @@ def prepare_prompt(
 
     Raises `InvalidRequest` if the template refuses the conversation, or if no tokenisation of it can fit the context.
     """
+    if isinstance(conversation.prompt, tuple) and conversation.is_exact:
+        return _prepare_ids(renderer, tree, conversation, conversation.prompt, fingerprint)
     if conversation.prompt is not None:
         return _prepare_raw(renderer, tree, conversation, conversation.prompt, fingerprint)
     asked = tree.identify(conversation)
@@ -185,6 +187,25 @@ def _prepare_raw(
     )
 
 
+def _prepare_ids(
+    renderer: Renderer, tree: ConversationTree, conversation: Conversation, ids: tuple[int, ...], fingerprint: str
+) -> Prompt:
+    """Prepares a prompt that is used token by token. It continues the longest known path of the same tokens."""
+    renderer.check_ids(ids, "token_ids")
+    match, after = tree.match_tokens(ids)
+    new = ids[tree.num_tokens(after) :] if after is not None else ids
+    shown = Message("prompt", renderer.show(renderer.encode_tokens(new)))
+    return _prompt(
+        renderer,
+        tree,
+        match,
+        ids[match.kept :],
+        key=raw_key(ids),
+        ask=NewContext((shown,), after, fingerprint=fingerprint),
+        fork=tree.fork_cause(tree.identify(conversation), {}, match),
+    )
+
+
 def _tokenize_rest(renderer: Renderer, match: Match, asked: str) -> tuple[int, ...]:
     """Tokenises the new text. Raises `ContextOverflow` before that if the text is far too long."""
     limit = renderer.context_length
@@ -259,6 +280,7 @@ def _answered_prefix(
 class TokenLogprob:
     """A sampled token for display. `utf8` is exact; `text` may hold a replacement character."""
 
+    id: int
     text: str
     utf8: bytes
     logprob: float
@@ -285,7 +307,16 @@ class AnswerDelta(NamedTuple):
 class CompletionParser:
     """Parses one choice. Call `push` until the completion ends or `stopped` is True, then `message`."""
 
-    def __init__(self, renderer: Renderer, conversation: Conversation, *, stop: Sequence[str], id_prefix: str) -> None:
+    def __init__(
+        self,
+        renderer: Renderer,
+        conversation: Conversation,
+        *,
+        stop: Sequence[str],
+        stop_ids: Sequence[int] = (),
+        id_prefix: str,
+    ) -> None:
+        """`stop` are strings, before which the text ends. `stop_ids` are tokens, with which the completion ends."""
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.versions: list[int] = []
@@ -297,6 +328,7 @@ class CompletionParser:
         """The stop string that ended the completion. Later tokens are ignored."""
         self._renderer = renderer
         self._stop = tuple(stop)
+        self._stop_ids = frozenset(stop_ids)
         self._id_prefix = id_prefix
         self._stream = renderer.stream()
         self._reader = renderer.reader(conversation)
@@ -309,10 +341,10 @@ class CompletionParser:
 
     @property
     def stopped(self) -> bool:
-        return bool(self.stopped_by)
+        return bool(self.stopped_by) or (bool(self.tokens) and self.tokens[-1] in self._stop_ids)
 
     def push(self, sampled: Sampled) -> None:
-        """Adds sampled tokens, up to the one that completes a stop string."""
+        """Adds sampled tokens, up to the one that completes a stop string or is a stop token."""
         self._worker_reason = sampled.finish_reason
         if sampled.routes:
             self.routes.append(sampled.routes)
@@ -322,7 +354,7 @@ class CompletionParser:
             self.logprobs.append(logprob)
             self.support.append(support)
             self.versions.append(sampled.policy_version)
-            if self._grow(self._stream.push([token])):
+            if self._grow(self._stream.push([token])) or self.stopped:
                 return
 
     def delta(self) -> AnswerDelta:
@@ -332,7 +364,7 @@ class CompletionParser:
 
     def message(self) -> tuple[Message, AnswerDelta]:
         """Returns the final assistant message, and its part that `delta` did not return."""
-        if not self.stopped:
+        if not self.stopped_by:
             self._grow(self._stream.flush())
         rest = self._read(len(self._text), is_whole=True)
         whole = AnswerDelta(tuple(self._parts))
@@ -359,7 +391,7 @@ class CompletionParser:
         shown = []
         for token, logprob in zip(self.tokens[start:], self.logprobs[start:], strict=True):
             raw = self._renderer.token_bytes(token)
-            shown.append(TokenLogprob(raw.decode(errors="replace"), raw, logprob))
+            shown.append(TokenLogprob(token, raw.decode(errors="replace"), raw, logprob))
         return tuple(shown)
 
     def _grow(self, text: str) -> bool:

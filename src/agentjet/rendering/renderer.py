@@ -273,15 +273,22 @@ class Renderer:
                 self._vocabulary.add_prefix(prompt, first=True)
             )
         else:
-            unknown = next((token_id for token_id in prompt if not self._vocabulary.knows(token_id)), None)
-            if unknown is not None:
-                raise InvalidRequest(
-                    f"prompt contains {unknown}, which is not a token id of this model.", param="prompt"
-                )
+            self.check_ids(prompt, "prompt")
             encoded = self.encode_tokens(prompt)
         if not encoded:
             raise InvalidRequest("prompt is empty.", param="prompt")
         return encoded
+
+    def check_ids(self, token_ids: Sequence[int], param: str) -> None:
+        """Raises `InvalidRequest` for the first id that the tokenizer does not have. `param` is the key of the ids."""
+        for i, token_id in enumerate(token_ids):
+            if not self._vocabulary.knows(token_id):
+                raise InvalidRequest(
+                    f"{param}.{i} = {token_id} is not a token id of this model: tokenise with the tokenizer of "
+                    f"{self.model.name}.",
+                    code="invalid_value",
+                    param=param,
+                )
 
     def encode_prompt_text(self, text: str) -> bytes:
         """Returns the text of a raw prompt as encoded text. Raises `InvalidRequest`."""

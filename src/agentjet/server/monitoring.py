@@ -13,7 +13,6 @@ import asyncio
 import json
 import logging
 import os
-import re
 import shutil
 import subprocess
 import threading
@@ -34,7 +33,7 @@ from prometheus_client.registry import Collector
 
 import agentjet
 from agentjet.config import JobConfig
-from agentjet.errors import ConfigError, Later, StackLine, thread_stack
+from agentjet.errors import ConfigError, Later, StackLine, redact, thread_stack
 from agentjet.front.calls import Tracing, present_episode, present_run
 from agentjet.protocol import Event, GpuView, MachineView, StatusResponse, duration, remaining
 from agentjet.recipes import hooks
@@ -44,12 +43,6 @@ from agentjet.types import DEFAULT_RUN, EngineState, SlowWork
 
 log = logging.getLogger(__name__)
 present_batch: ContextVar[int | None] = ContextVar("batch_id", default=None)
-
-SECRET_PATTERNS = (
-    (re.compile(r"/k/[^/\s\"']+"), "/k/…"),
-    (re.compile(r"(aj[ks])-[\w.~-]+"), r"\1-…"),
-    (re.compile(r"(?i)(bearer\s+)[\w.~+/=-]{8,}"), r"\1…"),
-)
 
 MAX_LOG_BYTES = 256 * 2**20
 """Size of a process's log beyond which its beginning is removed."""
@@ -93,13 +86,6 @@ def shorten_logs(data_dir: Path) -> None:
                 os.truncate(path, 0)
                 with path.open("ab") as file:
                     file.write(f"[the log exceeded {MAX_LOG_BYTES} bytes: its beginning was removed]\n".encode() + end)
-
-
-def redact(text: str) -> str:
-    """Returns `text` without keys and tokens."""
-    for pattern, instead in SECRET_PATTERNS:
-        text = pattern.sub(instead, text)
-    return text
 
 
 def configure_handler(handler: logging.Handler, line: str) -> None:

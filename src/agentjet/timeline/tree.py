@@ -30,7 +30,7 @@ from hashlib import blake2b
 from itertools import accumulate, chain, compress, count
 from operator import ne
 from types import MappingProxyType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 from agentjet.types import ESCAPE, ESCAPED_BYTE, Call, Conversation, Fork, Message, NewContext, ToolCall
 
@@ -38,6 +38,7 @@ Schemas = Mapping[str, Any]
 """JSON schemas of arguments by function."""
 REMEMBERED = 4
 """Number of earlier conversations that `Identities` compares with: an agent and sub-agents may take turns."""
+SequenceT = TypeVar("SequenceT", bytes, tuple[int, ...])
 OrphanReason = Literal["retry", "undelivered", "side"]
 
 
@@ -227,6 +228,26 @@ class ConversationTree:
             return Match(None, 0, encoded)
         return Match(found.call.id, found.start + stop, encoded[num_bytes:])
 
+    def match_tokens(self, tokens: tuple[int, ...]) -> tuple[Match, str | None]:
+        """Returns how a prompt, as tokens, continues the tree, and the newest call that it contains with its answer.
+
+        The longest path of equal tokens is kept, to the last one, and nothing is left to tokenise. Among equally long
+        paths the newest wins.
+        """
+        best: tuple[int, int, _Node | None] = (0, -1, None)
+        answered: tuple[int, int, str | None] = (0, -1, None)
+        todo = list(self._roots)
+        while todo:
+            node = todo.pop()
+            reach = _agreement(node.tokens, tokens, node.start, len(tokens))
+            if reach and (node.start + reach, node.order) > best[:2]:
+                best = (node.start + reach, node.order, node)
+            if reach == len(node.tokens) and (node.length, node.order) > answered[:2]:
+                answered = (node.length, node.order, node.call.id)
+            todo += [child for child in node.children if child.start - node.start <= reach]
+        kept, _, found = best
+        return Match(None if found is None else found.call.id, kept, b""), answered[2]
+
     def add(self, call: Call, encoded_suffix: Sequence[bytes], encoded_completion: Sequence[bytes]) -> None:
         """Appends a call whose parent, if any, is in the tree. The encoded pieces are one per token."""
         assert call.id not in self._nodes, f"call {call.id} is already in the tree"
@@ -375,8 +396,8 @@ def _path(node: _Node, length: int) -> tuple[int, ...]:
     return tuple(chain.from_iterable(at.tokens[:count] for at, count in _pieces(node, length)))
 
 
-def _agreement(segment: bytes, encoded: bytes, offset: int, limit: int) -> int:
-    """Returns how many bytes of `segment` agree with `encoded[offset:limit]`, by bisection over comparisons."""
+def _agreement(segment: SequenceT, encoded: SequenceT, offset: int, limit: int) -> int:
+    """Returns how many items of `segment` agree with `encoded[offset:limit]`, by bisection over comparisons."""
     low, high = 0, min(len(segment), limit - offset)
     while low < high:
         middle = (low + high + 1) // 2

@@ -11,12 +11,13 @@ from typing import Any
 
 from agentjet.front.dialects.completions import CHAT, COMPLETIONS
 from agentjet.front.dialects.dialect import OPENAI_ERRORS, Dialect, ErrorShape
+from agentjet.front.dialects.generate import GENERATE
 from agentjet.front.dialects.messages import MESSAGES
 from agentjet.front.dialects.responses import RESPONSES
 
-__all__ = ["CHAT", "COMPLETIONS", "DIALECTS", "MESSAGES", "RESPONSES", "error_shape", "keys_table"]
+__all__ = ["CHAT", "COMPLETIONS", "DIALECTS", "GENERATE", "MESSAGES", "RESPONSES", "error_shape", "keys_table"]
 
-DIALECTS: tuple[Dialect[Any], ...] = (CHAT, COMPLETIONS, MESSAGES, RESPONSES)
+DIALECTS: tuple[Dialect[Any], ...] = (CHAT, COMPLETIONS, MESSAGES, RESPONSES, GENERATE)
 
 
 def keys_table() -> str:

@@ -14,7 +14,7 @@ import codecs
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
 from pydantic import Field, Strict, ValidationError
 
@@ -32,6 +32,7 @@ from agentjet.front.dialects.dialect import (
     ContentPart,
     Count,
     Dialect,
+    Distribution,
     Encoder,
     Images,
     Items,
@@ -62,8 +63,8 @@ from agentjet.types import Constraint, Conversation, Message, ToolCall
 # --- shared by text and chat completions
 
 
-class SamplingBody(OpenAIBody):
-    """The keys that chat completions and text completions share, except the length of the answer."""
+class SamplingKeys(Distribution):
+    """The keys of sampling that all requests with choices share, except the length of the answer."""
 
     top_k: Annotated[Int64, Field(ge=-1)] | None = None
     """an extension; 0 and -1 truncate nothing"""
@@ -75,7 +76,7 @@ class SamplingBody(OpenAIBody):
     """up to 64"""
 
 
-def sampling_request(body: SamplingBody, conversation: Conversation, max_tokens: int | None) -> CallRequest:
+def sampling_request(body: SamplingKeys, conversation: Conversation, max_tokens: int | None) -> CallRequest:
     """Returns the canonical request of a body."""
     return CallRequest(
         conversation,
@@ -87,7 +88,20 @@ def sampling_request(body: SamplingBody, conversation: Conversation, max_tokens:
     )
 
 
-BodyT = TypeVar("BodyT", bound=SamplingBody)
+class ChoicesBody(OpenAIBody):
+    """A request whose answer has choices."""
+
+    @property
+    def sampling(self) -> SamplingKeys:
+        """The part with the keys of sampling: OpenAI has them beside the other keys."""
+        return cast(SamplingKeys, self)
+
+
+class SamplingBody(SamplingKeys, ChoicesBody):
+    """The keys that chat completions and text completions share."""
+
+
+BodyT = TypeVar("BodyT", bound=ChoicesBody)
 
 
 class ChoicesEncoder(Encoder[BodyT]):
@@ -142,7 +156,7 @@ class ChoicesEncoder(Encoder[BodyT]):
         prompts = completions = 0
         for index, (last, _) in self._ended.items():
             completions += len(call_of(last).completion)
-            prompts += last.num_prompt_tokens if index % (self.body.n or 1) == 0 else 0
+            prompts += last.num_prompt_tokens if index % (self.body.sampling.n or 1) == 0 else 0
         return {"prompt_tokens": prompts, "completion_tokens": completions, "total_tokens": prompts + completions}
 
 
@@ -158,7 +172,8 @@ COMPLETIONS_KEYS: RequestKeys = {
     **refused("suffix", "the policy continues a text", ""),
 }
 
-TokenIds = Annotated[Items[Annotated[int, Strict(), Field(ge=0, lt=2**24)]], Field(min_length=1)]
+TokenId = Annotated[int, Strict(), Field(ge=0, lt=2**24)]
+TokenIds = Annotated[Items[TokenId], Field(min_length=1)]
 MAX_PROMPTS = 64
 
 

@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
-from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar, cast
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import from_json, to_json
@@ -101,6 +101,15 @@ class Body(BaseModel):
         return part.omission
 
 
+class Distribution(Body):
+    """The part of a request with the settings of the distribution."""
+
+    place = ""
+    temperature: Annotated[Temperature, Field(le=2)] | None = None
+    """0, or from 0.01 to 2; 0 is refused in training"""
+    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
+
+
 class RequestBody(Body):
     """A request for an answer of the policy."""
 
@@ -108,9 +117,11 @@ class RequestBody(Body):
     model: str
     """and the role, after `@`"""
     stream: bool | None = None
-    temperature: Annotated[Temperature, Field(le=2)] | None = None
-    """0, or from 0.01 to 2; 0 is refused in training"""
-    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
+
+    @property
+    def distribution(self) -> Distribution:
+        """The part with the settings of the distribution: most APIs have them beside the other keys."""
+        return cast(Distribution, self)
 
 
 class StreamOptions(Body):
@@ -487,8 +498,8 @@ class Dialect(Generic[RequestT]):
         request = self.translate(body, lookup_call)
         return replace(
             request,
-            temperature=body.temperature,
-            top_p=1.0 if body.top_p is None else body.top_p,
+            temperature=body.distribution.temperature,
+            top_p=1.0 if body.distribution.top_p is None else body.distribution.top_p,
             stream=bool(body.stream),
             model=body.model,
             notes=tuple(dict.fromkeys((*notes, *request.notes))),
@@ -497,11 +508,19 @@ class Dialect(Generic[RequestT]):
     def keys_table(self) -> str:
         """Returns every key as a Markdown table, grouped by treatment."""
         lines = [f"### `{self.path}`", "", "| key | treatment | meaning |", "|---|---|---|"]
-        fields = {n: field.description or "" for n, field in self.request.model_fields.items() if n not in self.keys}
-        lines += [f"| `{name}` | honoured | {meaning} |" for name, meaning in sorted(fields.items())]
+        fields = sorted(_meanings(self.request))
+        lines += [f"| `{name}` | honoured | {meaning} |" for name, meaning in fields if name not in self.keys]
         for treatment, effect in (("noted", "not counted"), ("refused", "accepted")):
             for name, rule in sorted((name, rule) for name, rule in self.keys.items() if rule.treatment == treatment):
                 neutral = ", ".join(f"`{json.dumps(value)}`" for value in rule.neutral)
                 meaning = "; ".join(filter(None, [rule.meaning, neutral and f"{effect}: {neutral}"]))
                 lines.append(f"| `{name}` | {treatment} | {meaning} |")
         return "\n".join(lines)
+
+
+def _meanings(part: type[Body]) -> Iterator[tuple[str, str]]:
+    """Yields the fields of a part, and of the parts that it always has, with the meaning of each."""
+    for name, field in part.model_fields.items():
+        yield part.place + name, field.description or ""
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Body):
+            yield from _meanings(field.annotation)

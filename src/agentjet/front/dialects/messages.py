@@ -29,6 +29,7 @@ from agentjet.front.dialects.dialect import (
     ContentPart,
     Count,
     Dialect,
+    Distribution,
     Encoder,
     ErrorShape,
     Images,
@@ -183,7 +184,7 @@ class PromptBody(Body):
         return super().omission_of(part)
 
 
-class MessagesBody(PromptBody, RequestBody):
+class MessagesBody(PromptBody, Distribution, RequestBody):
     """A request. Keys of Anthropic's API that cannot be honoured are refused, never ignored."""
 
     max_tokens: Count

@@ -29,6 +29,7 @@ from agentjet.front.dialects.dialect import (
     ContentPart,
     Count,
     Dialect,
+    Distribution,
     Encoder,
     ErrorShape,
     Items,
@@ -403,7 +404,7 @@ class ReasoningConfig(Body):
     place = "reasoning."
 
 
-class ResponsesBody(OpenAIBody):
+class ResponsesBody(Distribution, OpenAIBody):
     """A request. Keys of OpenAI's API that cannot be honoured are refused, never ignored."""
 
     input: str | Annotated[Items[Item], Field(min_length=1)]
