@@ -16,7 +16,7 @@ from pydantic import Field
 
 from agentjet.environments import EnvironmentTask, Game, Observation
 
-ROOMS = ("attic", "bathroom", "bedroom", "garage", "garden", "kitchen")
+ROOMS = ("bathroom", "bedroom", "garage", "garden", "kitchen")
 OBJECTS = tuple(
     "apple bag ball basket belt blanket book bottle bowl box brush bucket candle chair clock coat cup doll drum fork hat "
     "jacket jar key knife lamp letter mirror mug pan pen picture pillow plate pot radio".split()
@@ -44,12 +44,11 @@ class Household(Game):
 def _tasks(objects: tuple[str, ...], count: int, split: Any) -> Iterator[EnvironmentTask]:
     chance = random.Random(f"household {split}")
     for number in range(count):
-        target, *others = chance.sample(objects, 3)
-        rooms = chance.sample(ROOMS, 3)
-        places = {target: rooms[1]} | {other: chance.choice(ROOMS) for other in others}
-        places = dict(sorted(places.items()))
+        target, other = chance.sample(objects, 2)
+        start, where, to = chance.sample(ROOMS, 3)
+        places = dict(sorted({target: where, other: chance.choice(ROOMS)}.items()))
         yield EnvironmentTask(
-            f"{split}-{number}", {"object": target, "start": rooms[0], "to": rooms[2], "places": places}, split
+            f"{split}-{number}", {"object": target, "start": start, "to": to, "places": places}, split
         )
 
 
@@ -98,7 +97,7 @@ class House:
             f"{text}You are in the {self.room}. You see {_listed(here)}. You carry {_listed(carried)}.",
             reward,
             is_done,
-            actions=[f"go {room}" for room in ROOMS if room != self.room] + takes + [f"put {name}" for name in carried],
+            actions=[f"go {room}" for room in ROOMS] + takes + [f"put {name}" for name in carried],
             metrics={"success": float(is_done)},
             why=f"the {self.target} is in the {self.to}" if is_done else f"milestone {self.reached} of 4",
         )
