@@ -32,7 +32,7 @@ MAX_LINES = 900
 PROTOCOLS = {"Sampler", "Learner", "Compute"}
 PRIMITIVES = {"load_batch", "forward_backward", "optim_step"}
 """Operations that the server asks for through `protocol.learn`."""
-HTTP = {"protocol", "front", "server", "client", "cli", "research"}
+HTTP = {"protocol", "front", "server", "sandbox", "client", "cli", "research"}
 VAGUE = {"utils", "util", "helpers", "misc", "common"}
 
 
@@ -78,14 +78,15 @@ PACKAGES = {
         f"{VOCABULARY} config protocol timeline rendering swarm recipes.hooks compute.protocol front",
         "fastapi numpy prometheus_client psutil starlette",
     ),
-    "client": rule(f"{VOCABULARY} protocol", "httpx pydantic", lazy="rich"),
+    "sandbox": rule(VOCABULARY, "h11"),
+    "client": rule(f"{VOCABULARY} protocol sandbox", "httpx pydantic", lazy="rich"),
     "environments": rule(
-        f"{VOCABULARY} section client",
+        f"{VOCABULARY} section sandbox client",
         "httpx pydantic",
         lazy="gymnasium inspect_ai mcp openai openenv reasoning_gym scienceworld textarena verifiers",
     ),
     "trackers": rule(VOCABULARY, lazy="mlflow tensorboardX trackio wandb"),
-    "research": rule(f"{VOCABULARY} database config client", "jinja2 markdown_it numpy pydantic scipy", lazy="httpx"),
+    "research": rule(f"{VOCABULARY} database config sandbox client", "jinja2 markdown_it numpy pydantic scipy", lazy="httpx"),
     "__init__": rule(f"{VOCABULARY} client"),
 }
 COMMAND_LINE = rule(

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from agentjet.client import Agent, Command, Estimate, EvalReport, Result, Swarm, TrainReport
     from agentjet.client.agent_source import AgentSource, AgentVersion, CodeFolder, Stamp
     from agentjet.client.command import Score
+    from agentjet.sandbox import Limits
     from agentjet.types import Task
 
 STEPS = 20
@@ -79,6 +80,16 @@ def run(
     shared_home: Annotated[
         bool, Option("--shared-home", help="Leave HOME, the XDG folders and TMPDIR of the programs as they are.")
     ] = False,
+    sandbox: Annotated[
+        bool,
+        Option(
+            "--sandbox",
+            help="Show the program its own files, a working directory and the model only; needs bubblewrap.",
+        ),
+    ] = False,
+    memory: Annotated[
+        float | None, Option(min=0.05, metavar="GIB", help="With --sandbox: memory of a program; default: 4.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Run a program on tasks as the agent, one process an episode, and train the server's policy on its rewards.
@@ -97,12 +108,23 @@ def run(
         raise ConfigError("--steps and --eval exclude each other: an evaluation does not learn")
     if repeats is not None and not only_eval:
         raise ConfigError("--repeats is for --eval: training visits tasks in groups of job.group_size")
+    limits = sandbox_limits(memory, shared_home=shared_home) if sandbox else None
+    if memory is not None and not sandbox:
+        raise ConfigError(f"--memory {memory:g} is a limit of the sandbox: give --sandbox, too")
     here = Path.cwd()
     tasks = read_tasks(task_file)
     program = CommandLine(tuple(command), here, check_source(source or [], here))
     with ExitStack() as stack:
         agent, code = _agent(
-            stack, program, tasks, reward, watch, timeout=timeout, score_refused=score_refused, shared_home=shared_home
+            stack,
+            program,
+            tasks,
+            reward,
+            watch,
+            timeout=timeout,
+            score_refused=score_refused,
+            shared_home=shared_home,
+            sandbox=limits,
         )
         if code is not None and as_json:
             typer.echo(code.described(), err=True)  # else training shows it beside its steps
@@ -131,6 +153,8 @@ def _agent(
     score, is_function = reward_source(reward)
     version = program.version(code_version_of(score) if is_function else "")
     options |= {"any_exit_code": reward == EXIT_CODE, "code_version": version}
+    if options["sandbox"] is not None:
+        options["readable"] = program.readable()
     command = Command(program.moved({}), score, **options)
     if shutil.which(command.arguments[0]) is None:
         raise ConfigError(f"the command {program.arguments[0]!r} is missing or not executable")
@@ -142,6 +166,17 @@ def _agent(
         stack.callback(module.close)
     copies = stack.enter_context(tempfile.TemporaryDirectory(prefix="agentjet-code-", ignore_cleanup_errors=True))
     return command, CommandSource(program, command, module, Path(copies))
+
+
+def sandbox_limits(memory: float | None, *, shared_home: bool) -> Limits:
+    """The limits of `--sandbox`. Raises `ConfigError` where sandboxes do not work."""
+    from agentjet.sandbox import Limits, missing
+
+    if reason := missing():
+        raise ConfigError(f"--sandbox: {reason}")
+    if shared_home:
+        raise ConfigError("--sandbox and --shared-home exclude each other: a sandbox does not show the home")
+    return Limits() if memory is None else Limits(memory=int(memory * 2**30))
 
 
 def _json(document: dict[str, Any]) -> str:
@@ -414,6 +449,15 @@ class CommandLine:
         own = [CodeFolder(root, frozenset(files), NAMED) for root, files in sorted(alone.items())]
         return [folders[root] for root in sorted(outer)] + own
 
+    def readable(self, copies: Mapping[Path, Path] | None = None) -> tuple[Path, ...]:
+        """What the program needs in a sandbox: the watched folders, their copies, its interpreter."""
+        from agentjet.sandbox import programs
+
+        watched = self.watched()
+        named = [path for folder in watched for path in (sorted(folder.only) if folder.only else (folder.root,))]
+        program = self._path(self.arguments[0], is_first=True) or self.arguments[0]
+        return (*named, *(copies or {}).values(), *programs(str(program)))
+
     def moved(self, copies: Mapping[Path, Path]) -> list[str]:
         """The command line for any working directory: paths are absolute. `copies` has folders by their originals."""
         here = copies.get(self.here, self.here)
@@ -546,6 +590,7 @@ class CommandSource:
             code_version=version,
             variables=_moved_python_path(copied),
             copies={str(copy): str(original) for original, copy in copied.items()},
+            readable=self.line.readable(copied) if self.command.sandbox is not None else (),
         )
         return AgentVersion(version, command, (*itertools.chain(*stamps), *score.stamp), files, score.activate)
 

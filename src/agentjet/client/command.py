@@ -28,14 +28,17 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import urlsplit
 
+from agentjet import sandbox as sandboxes
 from agentjet.client.connection import TOKEN_VARIABLE, URL_VARIABLE, without_proxy
 from agentjet.client.episode import AsyncEpisode, Returned
 from agentjet.client.threads import in_thread
 from agentjet.errors import ConfigError
+from agentjet.sandbox import Limits, Sandbox
 from agentjet.types import Task, shown
 
 MAX_KEPT_BYTES = 16 * 2**20
@@ -59,22 +62,23 @@ class CapturedProcess:
         limit: int = MAX_PRINTED_BYTES,
         merged: bool = False,
         copy: BinaryIO | None = None,
+        sandbox: Sandbox | None = None,
         **options: Any,
     ) -> None:
         """`limit` is in bytes, for each output. `merged`: stderr goes to stdout. `copy` gets all output. `options` are
-        those of `Popen`. Raises `OSError` for a program that cannot be started.
+        those of `Popen`; in a sandbox `stdin` and `cwd`. Raises `OSError` for a program that cannot be started, and
+        `ConfigError` for a sandbox that cannot be made.
         """
         self.exceeded = ""
         """Name of the output that exceeded the limit."""
         self._limit, self._copy = limit, copy
-        self._process = subprocess.Popen(
-            arguments,
-            bufsize=0,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT if merged else subprocess.PIPE,
-            start_new_session=True,
-            **options,
-        )
+        options |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT if merged else subprocess.PIPE}
+        self._process: subprocess.Popen[bytes] | sandboxes.Process
+        if sandbox is not None:
+            self._process = sandbox.start(arguments, **options)
+            self._limit = min(limit, sandbox.limits.output or limit)
+        else:
+            self._process = subprocess.Popen(arguments, bufsize=0, start_new_session=True, **options)
         self.stdin: Any = self._process.stdin
         self._pipes = {
             name: pipe
@@ -86,7 +90,9 @@ class CapturedProcess:
 
     @property
     def excess(self) -> str:
-        """The reason why the limit ended the program, or ""."""
+        """The reason why a limit ended the program, or ""."""
+        if isinstance(self._process, sandboxes.Process) and self._process.exceeded:
+            return self._process.exceeded
         return self.exceeded and (
             f"printed more than {self._limit / 2**20:g} MiB to {self.exceeded} and was ended: print less, or write to "
             "a file"
@@ -122,6 +128,9 @@ class CapturedProcess:
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to the program and the processes that it started."""
+        if isinstance(self._process, sandboxes.Process):
+            self._process.send_signal(number)
+            return
         with suppress(ProcessLookupError, PermissionError):  # the latter on macOS, when nothing but a zombie is left
             os.killpg(self._process.pid, number)
 
@@ -162,6 +171,8 @@ FIRST_FAILURE_CODE = 125
 `git bisect run`."""
 POLICIES = "AGENTJET_POLICIES"
 """Variable with the names of the run's policies, separated by commas."""
+WITHHELD = (TOKEN_VARIABLE, "ANTHROPIC_AUTH_TOKEN")
+"""Variables that programs do not get: see `environment`."""
 CERTIFICATES = ("SSL_CERT_FILE", "SSL_CERT_DIR", "NODE_EXTRA_CA_CERTS", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
 """Variables with the certificates that programs trust."""
 
@@ -253,6 +264,12 @@ class Command:
     """Variables that replace those of the inherited environment."""
     copies: Mapping[str, str] = field(default_factory=dict)
     """Folders that the program runs from, with the originals. The reason of a failure names the originals."""
+    sandbox: Limits | None = None
+    """Limits of the sandbox that the program runs in. It sees its working directory, `readable` and the system's
+    programs, inherits no variables, and reaches the episode's model only. None: it runs with the rights of this user.
+    """
+    readable: Sequence[Path] = ()
+    """Files and folders that the program sees in a sandbox."""
 
     def __post_init__(self) -> None:
         if not self.arguments:
@@ -277,11 +294,24 @@ class Command:
         """The result of a program that ended. Raises `CommandFailed` for one that is not scored."""
         folder = place / "work"
         folder.mkdir()
-        given = environment(task, episode) | dict(self.variables) | ({} if self.shared_home else own_folders(place))
+        own = dict(self.variables) | ({} if self.shared_home else own_folders(place))
         arguments = self.filled(task)
         started = time.monotonic()
+        options: dict[str, Any] = {"cwd": folder, "stdin": subprocess.DEVNULL}
+        if self.sandbox is not None:
+            options["sandbox"] = Sandbox(
+                folder=folder,
+                writable=(place,),
+                readable=tuple(self.readable),
+                network="model",
+                model_url=episode.base_url,
+                limits=self.sandbox,
+                variables=model_variables(task, episode) | own,
+            )
+        else:
+            options["env"] = environment(task, episode) | own
         try:
-            program = CapturedProcess(arguments, cwd=folder, env=given, stdin=subprocess.DEVNULL)
+            program = await _started(partial(CapturedProcess, arguments, **options))
         except OSError as error:
             raise CommandFailed(f"{arguments[0]} could not be started: {error.strerror or error}") from error
         exited = asyncio.ensure_future(in_thread(program.wait))
@@ -320,13 +350,17 @@ def environment(task: Task, episode: AsyncEpisode) -> dict[str, str]:
     precedence over the key, and a proxy for a server on this machine. The client's token is removed, because it opens
     more than one episode. A run with named policies gives their names instead of a model's: the program chooses.
     """
-    kept = {name: value for name, value in os.environ.items() if name not in (TOKEN_VARIABLE, "ANTHROPIC_AUTH_TOKEN")}
+    kept = {name: value for name, value in os.environ.items() if name not in WITHHELD}
     kept |= {name: os.path.abspath(kept[name]) for name in CERTIFICATES if kept.get(name)}  # It runs in another folder.
-    kept |= without_proxy(urlsplit(episode.base_url).hostname, kept)
+    return kept | without_proxy(urlsplit(episode.base_url).hostname, kept) | model_variables(task, episode)
+
+
+def model_variables(task: Task, episode: AsyncEpisode) -> dict[str, str]:
+    """The model's address and key, the episode and the task."""
     server, model = re.sub(r"/v1/?$", "", episode.base_url), episode.model
-    kept |= {"OPENAI_MODEL": model, "ANTHROPIC_MODEL": model} if model else {POLICIES: ",".join(episode.policies)}
-    kept |= {"AGENTJET_MAX_TURNS": str(episode.max_turns)} if episode.max_turns else {}
-    return kept | {
+    named = {"OPENAI_MODEL": model, "ANTHROPIC_MODEL": model} if model else {POLICIES: ",".join(episode.policies)}
+    named |= {"AGENTJET_MAX_TURNS": str(episode.max_turns)} if episode.max_turns else {}
+    return named | {
         URL_VARIABLE: server,
         "OPENAI_BASE_URL": episode.base_url,
         "OPENAI_API_KEY": episode.api_key,
@@ -361,6 +395,21 @@ async def _check_refusals(episode: AsyncEpisode) -> None:
     if view.unscorable:
         refused = ", ".join(f"{name} ({count})" for name, count in view.refused.items())
         raise CommandFailed(f"the server refused requests of the program: {refused}")
+
+
+async def _started(start: Callable[[], CapturedProcess]) -> CapturedProcess:
+    """Starts a program in a thread: a sandbox takes tens of milliseconds. A cancelled start is ended."""
+    starting = asyncio.ensure_future(in_thread(start))
+    try:
+        return await asyncio.shield(starting)
+    except asyncio.CancelledError:
+
+        def end(started: asyncio.Future[CapturedProcess]) -> None:
+            if not started.cancelled() and started.exception() is None:
+                started.result().signal(signal.SIGKILL)
+
+        starting.add_done_callback(end)
+        raise
 
 
 async def _end(program: CapturedProcess, exited: asyncio.Future[int | None]) -> None:

@@ -20,9 +20,11 @@ import hashlib
 import inspect
 import itertools
 import json
+import math
 import random
+import time
 import uuid
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -56,6 +58,12 @@ BEGINNING_SECONDS = 0.02
 """Interval between checks that no episode is being begun, at the end of a run."""
 FULL_SECONDS = 1.0
 """Seconds before a worker that found every task set full requests again."""
+CAPACITY_SECONDS = 0.05
+"""Interval between checks of a worker that found every task set at its capacity."""
+FAILURES_IN_A_ROW = 16
+"""Episodes of a task set that fail one after another before the set is suspended."""
+SUSPENDED_SECONDS = 300.0
+"""Time without episodes of a task set that only fails. The server fills its batches with the others then."""
 
 
 @dataclass(slots=True, eq=False)
@@ -192,15 +200,16 @@ class RolloutQueue:
         )
         return cls({"": visits}, itertools.repeat(""))
 
-    def next(self, full: Collection[str] = ()) -> RolloutSpec | None:
+    def next(self, full: Collection[str] = (), busy: Collection[str] = ()) -> RolloutSpec | None:
         """The next episode of a task set that is not in `full`, or None after the last. One set must not be full. The
-        members of groups that have begun come first, also those of a full set: it has room for them. Then come the
-        other episodes of visits that were read, so that each visit has one place in the order of the sets.
+        members of groups that have begun come first, also those of a full set: it has room for them, unless it is also
+        in `busy`. Then come the other episodes of visits that were read, so that each visit has one place in the order
+        of the sets.
 
         Sets whose tasks are all skipped come last: they are begun nevertheless if no other set has room, so that
         training never stops.
         """
-        if (begun := self._of_begun_group()) is not None:
+        if (begun := self._of_begun_group(busy)) is not None:
             return begun
         closed = {*full, *filter(self.is_skipped, self.task_sets)}
         if closed == self.task_sets:
@@ -211,8 +220,9 @@ class RolloutQueue:
             waiting.extend(next(self._unread[task_set], ()))
         return waiting.popleft() if waiting else None
 
-    def _of_begun_group(self) -> RolloutSpec | None:
-        return next((one.popleft() for one in self._waiting.values() if one and one[0].visit.opened.is_set()), None)
+    def _of_begun_group(self, busy: Collection[str] = ()) -> RolloutSpec | None:
+        others = (own for name, own in self._waiting.items() if name not in busy)
+        return next((own.popleft() for own in others if own and own[0].visit.opened.is_set()), None)
 
     def _first(self, closed: Collection[str]) -> deque[RolloutSpec] | None:
         """The waiting episodes of a set that is not in `closed`: of several, the one that was read first."""
@@ -284,6 +294,8 @@ class _FailureCheck:
     has_called: bool = False
     tasks: set[tuple[str, str]] = field(default_factory=set)
     """The tasks of the episodes that failed."""
+    task_sets: frozenset[str] = frozenset()
+    """The task sets of the run. One that only fails does not end the run of the others."""
 
     def scored(self, result: EpisodeResult) -> None:
         self.has_scored = True
@@ -299,7 +311,8 @@ class _FailureCheck:
     def failed(self, result: EpisodeResult) -> None:
         self.num_failed += 1
         self.tasks.add((result.task_set, result.task_id))
-        if self.has_scored or self.num_failed < self.limit:
+        untried = self.task_sets - {task_set for task_set, _ in self.tasks} if len(self.task_sets) > 1 else ()
+        if self.has_scored or self.num_failed < self.limit or untried:
             return
         where = f" at {result.where}" if result.where else ""
         is_one = len(self.tasks) == 1
@@ -309,6 +322,32 @@ class _FailureCheck:
             f"every {attempts} failed so far ({self.num_failed}), the last with {result.error}{where}: fix the agent "
             f"or its reward{hint}"
         )
+
+
+@dataclass
+class _Suspensions:
+    """The task sets that are left out for a while, because their episodes only fail. One set at least is not."""
+
+    notify: Callable[[str], None]
+    in_a_row: Counter[str] = field(default_factory=Counter)
+    """Failed episodes since the last one of the set that was scored."""
+    until: dict[str, float] = field(default_factory=dict)
+
+    def record(self, result: EpisodeResult, task_sets: Collection[str]) -> None:
+        name = result.task_set
+        self.in_a_row[name] = 0 if result.outcome == "finished" else self.in_a_row[name] + 1
+        others = {*task_sets} - {name} - self.present()
+        if name in task_sets and others and self.in_a_row[name] >= FAILURES_IN_A_ROW:
+            self.in_a_row[name] = 0
+            self.until[name] = time.monotonic() + SUSPENDED_SECONDS
+            self.notify(
+                f"task set {name!r} is left out for {SUSPENDED_SECONDS:g} s, because its last {FAILURES_IN_A_ROW} "
+                f"episodes failed, the last with {result.error}"
+            )
+
+    def present(self) -> set[str]:
+        now = time.monotonic()
+        return {name for name, until in self.until.items() if now < until}
 
 
 class Runner:
@@ -327,10 +366,13 @@ class Runner:
         needs_calls: bool = False,
         is_on_trial: Callable[[str], bool] = lambda code_version: False,
         close_groups: CloseGroups | None = None,
+        capacity: Mapping[str, int] | None = None,
+        notify: Callable[[str], None] = lambda text: None,
     ) -> None:
         """`needs_calls`: episodes without a call cannot be trained, so an agent that never makes one is an error.
         `is_on_trial` is True for a code version that may be the one that fails. Its failures do not use up attempts.
-        `close_groups` is for episodes in groups.
+        `close_groups` is for episodes in groups. `capacity` is the maximum number of live episodes by task set.
+        `notify` gets sentences for the user.
         """
         self._start, self._report = start, report
         self._needs_calls, self._is_on_trial = needs_calls, is_on_trial
@@ -343,6 +385,10 @@ class Runner:
         self._close_groups = close_groups
         self._open: dict[str, RolloutSpec] = {}
         """The last begun spec of each group that may get further episodes."""
+        self._capacity = dict(capacity or {})
+        self._num_running: Counter[str] = Counter()
+        """Number of episodes that workers run, by task set."""
+        self._suspensions = _Suspensions(notify)
 
     async def run(self, queue: RolloutQueue, concurrency: int) -> None:
         """Run every episode of the queue, `concurrency` at a time, with up to `ATTEMPTS` attempts each. While a task
@@ -352,13 +398,14 @@ class Runner:
         Raises `AgentFailing` when the first `2 * concurrency` episodes all fail, or make no call although calls are
         needed.
         """
-        check = _FailureCheck(2 * concurrency, self._needs_calls)
+        check = _FailureCheck(2 * concurrency, self._needs_calls, task_sets=queue.task_sets)
 
         async def work() -> None:
             full: set[str] = set()
-            while (spec := queue.next(full)) is not None:
+            while (spec := await self._next(queue, full)) is not None:
                 try:
-                    await self._run_spec(spec, check, full)
+                    with self._counted(spec):
+                        await self._run_spec(spec, check, full)
                 except Conflict as refusal:
                     if refusal.code == "task_set_full":
                         queue.put_back(spec)
@@ -389,6 +436,24 @@ class Runner:
             raise
         for worker in done:
             worker.result()
+
+    async def _next(self, queue: RolloutQueue, full: set[str]) -> RolloutSpec | None:
+        """The next episode of a set that has room here and on the server. Waits while there is none."""
+        while True:
+            busy = {name for name in queue.task_sets if self._num_running[name] >= self._capacity.get(name, math.inf)}
+            closed = full | busy | self._suspensions.present()
+            if closed != queue.task_sets or not closed:
+                return queue.next(closed, busy)
+            await asyncio.sleep(FULL_SECONDS if full else CAPACITY_SECONDS)
+            full.clear()
+
+    @contextlib.contextmanager
+    def _counted(self, spec: RolloutSpec) -> Iterator[None]:
+        self._num_running[spec.task.task_set] += 1
+        try:
+            yield
+        finally:
+            self._num_running[spec.task.task_set] -= 1
 
     async def _place_ended(self, spec: RolloutSpec) -> None:
         """Record that a spec is not attempted again. Closes its group if that was the last one and members lack: the
@@ -439,8 +504,10 @@ class Runner:
             if result.outcome == "finished":
                 spec.visit.num_finished += 1
                 check.scored(result)
+                self._suspensions.record(result, check.task_sets)
                 return
             check.failed(result)
+            self._suspensions.record(result, check.task_sets)
 
     async def attempt(self, spec: RolloutSpec) -> EpisodeResult:
         """One episode from begin to end. Raises errors of the server and the network, not those of the agent."""
@@ -656,7 +723,7 @@ class StreamQueue(RolloutQueue):
         self._last: Visit | None = None
         self._num_skipped = 0
 
-    def next(self, full: Collection[str] = ()) -> RolloutSpec | None:
+    def next(self, full: Collection[str] = (), busy: Collection[str] = ()) -> RolloutSpec | None:
         """The next episode of a task set that is not in `full`, or None after the last. Reads visits of full sets
         ahead; when they are too many, their first episode is next. Members of begun groups come first.
         """

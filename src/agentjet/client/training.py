@@ -309,6 +309,8 @@ class Training:
             needs_calls=True,
             is_on_trial=self._live.is_on_trial,
             close_groups=self._close_groups,
+            capacity=getattr(self.version.agent, "capacity", None),
+            notify=notify,
         )
         self._results: list[EpisodeResult] = []
         self._has_finished = False

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Self
 
 from pydantic import ValidationError
@@ -11,10 +13,10 @@ from pydantic import ValidationError
 from agentjet.client.command import environment as variables_of
 from agentjet.client.episode import AsyncEpisode
 from agentjet.environments.kind import EnvironmentFailed, Kind
-from agentjet.environments.pool import START_SECONDS, Pool
-from agentjet.environments.registry import check_installed, find
+from agentjet.environments.pool import Pool
+from agentjet.environments.registry import check_installed, find, versions
 from agentjet.errors import ConfigError, did_you_mean
-from agentjet.types import Reward, Task, shown
+from agentjet.types import MAX_NAME, Reward, Task, shown
 
 
 class Environment:
@@ -26,15 +28,16 @@ class Environment:
         self._pool = pool
         self._listed = {row["id"]: row for row in listed}
         self.tasks = self._of("train")
-        """Tasks to train on; the task set is the name of the environment."""
+        """Tasks to train on; their task set is `name`."""
         self.held_out = self._of("held_out")
         """Tasks that are never trained on."""
+        self.agent = EnvironmentAgent([self])
 
     def _of(self, split: str) -> list[Task]:
         rows = (row for row in self._listed.values() if row["split"] == split)
         return [Task(row["id"], self.name, row["payload"]) for row in rows]
 
-    async def agent(self, task: Task, episode: AsyncEpisode) -> Reward:
+    async def play(self, task: Task, episode: AsyncEpisode, *, with_actions: bool = False) -> Played:
         """Plays one episode in a process of the pool. Raises `EnvironmentFailed`, which aborts the episode."""
         if task.id not in self._listed or task.task_set != self.name:
             raise EnvironmentFailed(f"{self.name} has no task {task.id!r}: play the tasks of `tasks` or `held_out`")
@@ -43,9 +46,10 @@ class Environment:
             "task": self._listed[task.id],
             "model": self._model(episode),
             "variables": {name: value for name, value in variables_of(task, episode).items() if name in GIVEN},
+            "with_actions": with_actions,
         }
         answer = await self._pool.play(order, self.kind.seconds)
-        return Reward(**answer)
+        return Played(Reward(**answer["reward"]), answer.get("actions", ()))
 
     def _model(self, episode: AsyncEpisode) -> dict[str, Any]:
         policy = self.kind.policy
@@ -75,6 +79,31 @@ class Environment:
         return f"<Environment {self.name}: {len(self.tasks)} tasks, {len(self.held_out)} held out>"
 
 
+@dataclass(frozen=True, slots=True)
+class Played:
+    """An episode that was scored."""
+
+    reward: Reward
+    actions: Sequence[Any] = ()
+    """The valid actions of each call that a `Game` made: a list, a JSON schema, or None for any text."""
+
+
+class EnvironmentAgent:
+    """The agent for the tasks of environments. It returns the reward that the environment gives."""
+
+    def __init__(self, environments: Sequence[Environment]) -> None:
+        self._environments = {environment.name: environment for environment in environments}
+        self.capacity = {environment.name: environment.kind.processes for environment in environments}
+        """Maximum live episodes by task set, so that an environment that hangs does not take the room of others."""
+        self.code_version = ", ".join(versions(environment.kind) for environment in environments)
+
+    async def __call__(self, task: Task, episode: AsyncEpisode) -> Reward:
+        if task.task_set not in self._environments:
+            known = ", ".join(self._environments)
+            raise EnvironmentFailed(f"task {task.id!r} is of the task set {task.task_set!r}: there are {known}")
+        return (await self._environments[task.task_set].play(task, episode)).reward
+
+
 GIVEN = frozenset({f"{api}_{name}" for api in ("OPENAI", "ANTHROPIC") for name in ("BASE_URL", "API_KEY", "MODEL")}) | {
     "AGENTJET_EPISODE",
     "AGENTJET_TASK",
@@ -91,13 +120,18 @@ def load(name: str, **settings: Any) -> Environment:
     the command that installs it) or tasks that cannot be listed.
     """
     kind_name, environment = parsed(name, settings)
+    if len(environment.task_set or name) > MAX_NAME:
+        raise ConfigError(f"{name}: it has more than {MAX_NAME} characters: give a shorter name with task_set")
     pool = Pool(kind_name, environment)
     try:
-        listed = pool.ask({"do": "tasks"}, START_SECONDS)
+        listed = pool.ask({"do": "tasks"}, environment.start_seconds)
+        return Environment(environment.task_set or name, environment, pool, listed)
     except EnvironmentFailed as error:
         pool.close()
         raise ConfigError(f"the tasks of {name} cannot be listed: {error}") from None
-    return Environment(name, environment, pool, listed)
+    except BaseException:
+        pool.close()
+        raise
 
 
 def parsed(name: str, settings: dict[str, Any]) -> tuple[str, Kind]:
@@ -118,11 +152,35 @@ def parsed(name: str, settings: dict[str, Any]) -> tuple[str, Kind]:
     raise ConfigError(f"{name}: {key} = {shown(wrong['input'])}: {message}")
 
 
-def mixture(environments: Iterable[Environment]) -> Any:
-    """Returns the agent for the tasks of several environments, each of which keeps its own pool."""
-    by_name = {environment.name: environment for environment in environments}
+class Mixture:
+    """Several environments of one run, each with its own processes. `job.task_weights` sets their shares of a batch.
 
-    async def agent(task: Task, episode: AsyncEpisode) -> Reward:
-        return await by_name[task.task_set].agent(task, episode)
+    The keys of the weights are the names of the environments.
+    """
 
-    return agent
+    def __init__(self, environments: Sequence[Environment]) -> None:
+        self.environments = tuple(environments)
+        self.tasks = [task for environment in environments for task in environment.tasks]
+        self.held_out = [task for environment in environments for task in environment.held_out]
+        self.agent = EnvironmentAgent(environments)
+
+    def close(self) -> None:
+        for environment in self.environments:
+            environment.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def mixture(environments: Iterable[Environment]) -> Mixture:
+    """Joins environments for one run: `swarm.train(mixed.agent, mixed.tasks)`. Raises `ConfigError` for equal names."""
+    listed = list(environments)
+    names = Counter(environment.name for environment in listed)
+    if not listed:
+        raise ConfigError("a mixture needs at least one environment")
+    if twice := [name for name, count in names.items() if count > 1]:
+        raise ConfigError(f"there are two environments {twice[0]!r}: give one of them another name with task_set")
+    return Mixture(listed)

@@ -21,7 +21,7 @@ from pydantic import Field
 from agentjet.environments.model import ContextFull, Model
 from agentjet.errors import AgentJetError, ConfigError
 from agentjet.section import Section
-from agentjet.types import Reward
+from agentjet.types import MAX_NAME, Reward
 
 Split = Literal["", "train", "held_out"]
 
@@ -58,6 +58,8 @@ class Kind(Section, ABC):
 
     target: str = ""
     """Part of the name behind the colon."""
+    task_set: str = Field("", max_length=MAX_NAME)
+    """Name of the task set, and key of `job.task_weights`; default: the name of the environment."""
     num_tasks: int | None = Field(None, ge=1)
     """Number of tasks; default: all, or 100 of an endless environment."""
     held_out: float = Field(0.2, ge=0, lt=1)
@@ -76,6 +78,8 @@ class Kind(Section, ABC):
     """Maximum processes of the pool. One plays one episode at a time."""
     seconds: float = Field(600.0, gt=0)
     """Maximum duration of an episode."""
+    start_seconds: float = Field(300.0, gt=0)
+    """Maximum duration of a process's start, and of the list of tasks."""
     memory: int = Field(4096, ge=64)
     """Maximum memory of a process and its children in MiB."""
     sandbox: bool = False
@@ -102,6 +106,8 @@ class Kind(Section, ABC):
             where = f"task {number} of {self.target or type(self).__name__}"
             if not isinstance(task.id, str) or not task.id:
                 raise ConfigError(f"{where} has the id {task.id!r}: give each task a text that stays the same")
+            if len(task.id) > MAX_NAME:
+                raise ConfigError(f"{where} has an id of {len(task.id)} characters: {MAX_NAME} are allowed")
             if task.id in listed:
                 raise ConfigError(f"{where} has the id {task.id!r}, as another task: give each task its own id")
             split = task.split or ("held_out" if share(task.id) < self.held_out else "train")

@@ -6,7 +6,7 @@ import json
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
@@ -53,11 +53,15 @@ class Model:
     """Maximum calls that the recipe allows; 0: no maximum."""
     max_tokens: int | None = None
     temperature: float | None = None
+    asked: list[Any] | None = field(default=None, repr=False)
+    """Gets the valid actions of each call of `act`."""
 
     def act(
         self, messages: Sequence[Message], actions: Sequence[str] = (), schema: Mapping[str, Any] | None = None
     ) -> Answer:
         """Asks for an action. With `actions` or `schema`, the sampler produces nothing else."""
+        if self.asked is not None:
+            self.asked.append([*actions] or schema)
         if actions:
             schema = {"type": "string", "enum": list(dict.fromkeys(actions))}
         form = {"type": "json_schema", "json_schema": {"name": "action", "schema": schema}}

@@ -17,21 +17,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from agentjet.client.command import WITHHELD
 from agentjet.client.threads import in_thread
 from agentjet.environments.kind import EnvironmentFailed, Kind
+from agentjet.environments.worker import KILL_SECONDS, MAX_ANSWER
 from agentjet.errors import ConfigError
 
 MAX_PRINTED = 16 << 20
 """Bytes that a process may print in one episode."""
 KEPT_BYTES = 2000
 """Bytes of what a process printed last, for the reason of an abort."""
-START_SECONDS = 300.0
-"""Time to import a library and list the tasks."""
 END_SECONDS = 2.0
-KILL_SECONDS = 10.0
-"""Longest attempt to end processes that start new ones."""
-MAX_ANSWER = 64 << 20
-"""Bytes of an answer of a process."""
 
 
 class Pool:
@@ -40,6 +36,7 @@ class Pool:
     def __init__(self, kind: str, environment: Kind) -> None:
         """`kind` is the name that the process resolves again."""
         self._start = {"kind": kind, "settings": environment.model_dump(mode="json", exclude_unset=True)}
+        self._start_seconds = environment.start_seconds
         self._keeps = not environment.one_episode_a_process
         self._room = threading.Semaphore(environment.processes)
         self._lock = threading.Lock()
@@ -64,7 +61,7 @@ class Pool:
             worker = self._worker(turn)
             try:
                 if worker.is_new:
-                    _result(worker.ask(self._start, START_SECONDS))
+                    _result(worker.ask(self._start, self._start_seconds))
                 answer = worker.ask(order, seconds)
             except BaseException:
                 turn.finish()
@@ -82,6 +79,9 @@ class Pool:
             if turn.has_ended:
                 raise EnvironmentFailed("the episode was cancelled")
             worker = self._idle.pop() if self._idle else None
+        if worker is not None and worker.has_ended:
+            worker.end()
+            worker = None
         worker = worker or Worker()
         if not turn.begin(worker):
             worker.end()
@@ -153,7 +153,8 @@ class Worker:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             cwd=self._folder.name,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "AGENTJET_CALLER": str(Path.cwd())},
+            env={name: value for name, value in os.environ.items() if name not in WITHHELD}
+            | {"PYTHONPATH": os.pathsep.join(paths), "AGENTJET_CALLER": str(Path.cwd())},
             start_new_session=True,
         )
         self._printed = bytearray()
@@ -172,15 +173,21 @@ class Worker:
         try:
             self._process.stdin.write(json.dumps(order).encode() + b"\n")
             self._process.stdin.flush()
-            answer = json.loads(self._process.stdout.readline(MAX_ANSWER + 2))
-            if not (isinstance(answer, dict) and answer.keys() & {"result", "error"}):
-                raise ValueError
-        except (ValueError, OSError):  # It ended, or the library wrote into the pipe of its answers.
-            late = f"it did not end within {seconds:g} s and was ended"
-            raise EnvironmentFailed(late if self._is_late else self._reason()) from None
+            line = self._process.stdout.readline(MAX_ANSWER + 2)
+        except OSError:  # It ended before it read the order.
+            line = b""
         finally:
             limit.cancel()
-        return answer
+            limit.join()
+        if self._is_late:
+            raise EnvironmentFailed(f"it did not end within {seconds:g} s and was ended")
+        try:
+            answer = json.loads(line)
+            if answer.keys() & {"result", "error"}:
+                return dict(answer)
+        except (ValueError, AttributeError):  # The process ended, or the library wrote into the pipe of the answers.
+            pass
+        raise EnvironmentFailed(self._reason(bool(line)))
 
     def _end_late(self) -> None:
         self._is_late = True
@@ -190,17 +197,18 @@ class Worker:
             return
         self._process.kill()
 
-    def _reason(self) -> str:
+    def _reason(self, has_answered: bool) -> str:
         if self._num_printed > MAX_PRINTED:
             return f"it printed more than {MAX_PRINTED >> 20} MiB in one episode and was ended: print less"
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(END_SECONDS)
-        self._reading.join(END_SECONDS)
+        if not has_answered:
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(END_SECONDS)
+            self._reading.join(END_SECONDS)
         printed = self._printed.decode(errors="replace").strip()
         code = self._process.returncode
         end = f"by signal {-code}" if code is not None and code < 0 else f"with exit code {code}"
         last = f"it printed last: {printed}" if printed else "it printed nothing"
-        if code is None:
+        if has_answered:
             return f"its process sent something else than an answer; {last}"
         return f"its process ended {end}; {last}"
 
@@ -213,6 +221,10 @@ class Worker:
             if self._num_printed > MAX_PRINTED:
                 self.kill()
                 return
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
 
     def kill(self) -> None:
         """Asks the outer process to end itself and every process below it."""

@@ -58,19 +58,37 @@ def find(name: str) -> type[Kind]:
     return found
 
 
+def requirement(kind: type[Kind]) -> tuple[str, str, str]:
+    """The package that a kind needs, its least version and the version that is too new; empty: none."""
+    match = re.fullmatch(r"([\w.-]+?)(?:>=([\d.]+))?(?:,?<([\d.]+))?", kind.requires)
+    package, least, below = match.groups("") if match is not None else ("", "", "")
+    return package, least, below
+
+
+def present(package: str) -> str:
+    """The installed version of a package; empty if it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def versions(kind: Kind | type[Kind]) -> str:
+    """The package of a kind with its version, such as "gymnasium 1.4.0"; empty without one."""
+    package = requirement(kind if isinstance(kind, type) else type(kind))[0]
+    return f"{package} {present(package)}" if package else ""
+
+
 def check_installed(name: str, kind: type[Kind]) -> None:
     """Raises `ConfigError` with the install command if a library or program is missing, or its version does not fit."""
-    match = re.fullmatch(r"([\w.-]+?)(?:>=([\d.]+))?(?:,?<([\d.]+))?", kind.requires)
-    if match is not None:
-        package, least, below = match.groups()
+    package, least, below = requirement(kind)
+    if package:
         pip = f"{sys.executable} -m pip install '{kind.requires}'"
-        try:
-            present = version(package)
-        except PackageNotFoundError:
-            raise ConfigError(f"environments of kind {name} need the package {package}: {pip}") from None
-        numbers = _numbers(present)
+        if not (found := present(package)):
+            raise ConfigError(f"environments of kind {name} need the package {package}: {pip}")
+        numbers = _numbers(found)
         if (least and numbers < _numbers(least)) or (below and numbers >= _numbers(below)):
-            raise ConfigError(f"{package} {present} does not fit the kind {name}, which needs {kind.requires}: {pip}")
+            raise ConfigError(f"{package} {found} does not fit the kind {name}, which needs {kind.requires}: {pip}")
     if kind.needs and shutil.which(kind.needs) is None:
         raise ConfigError(f"environments of kind {name} need the program {kind.needs}: {kind.install}")
 

@@ -25,21 +25,27 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from agentjet.client.agent_source import OURS
 from agentjet.environments.kind import EnvironmentTask, Kind
 from agentjet.environments.model import Model
-from agentjet.environments.pool import KILL_SECONDS, MAX_ANSWER
 from agentjet.environments.registry import check_installed, find
 from agentjet.errors import AgentJetError, ConfigError
+from agentjet.sandbox.usage import descendants, memory_of
 from agentjet.types import Reward, shown
 
 LONGEST_REASON = 2000
+MAX_ANSWER = 64 << 20
+"""Bytes of an answer."""
 TICK_SECONDS = 0.1
+KILL_SECONDS = 10.0
+"""Longest attempt to end processes that start new ones."""
 CLOSE_SECONDS = 2.0
 """Time for the environment to remove what outlives processes, such as containers."""
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+OURS = Path(__file__).parents[1]
 FOLDER = Path.cwd()
 """The process's own empty folder."""
+_prints: list[int] = []
+"""A second descriptor of standard error."""
 
 
 def main() -> None:
@@ -124,19 +130,6 @@ def end_all(inner: int) -> None:
         time.sleep(0.002)
 
 
-def descendants(first: int) -> list[int]:
-    """Returns the processes below `first`."""
-    found: list[int] = []
-    waiting = [first]
-    while waiting:
-        for path in Path(f"/proc/{waiting.pop()}/task").glob("*/children"):
-            with suppress(OSError):
-                children = [int(pid) for pid in path.read_text().split()]
-                found += children
-                waiting += children
-    return found
-
-
 # ---- the inner process -----------------------------------------------------------------------------------------------
 
 
@@ -146,6 +139,7 @@ def answer_orders() -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)  # Programs that the library starts must not read orders,
     os.dup2(2, 1)  # and what they print is not an answer.
+    _prints.append(os.dup(2))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in the terminal: the parent ends this process.
     signal.signal(signal.SIGTERM, _unwind)
     kind: Kind | None = None
@@ -190,10 +184,11 @@ def _tasks(kind: Kind, order: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _play(kind: Kind, order: Mapping[str, Any]) -> dict[str, Any]:
     with _episode(kind.keeps_processes):
         os.environ.update(order["variables"])
-        reward = kind.play(EnvironmentTask(**order["task"]), Model(**order["model"]))
+        asked: list[Any] | None = [] if order["with_actions"] else None
+        reward = kind.play(EnvironmentTask(**order["task"]), Model(**order["model"], asked=asked))
     if not isinstance(reward, Reward):
         raise TypeError(f"{type(kind).__name__}.play returned {shown(reward)}: return a Reward")
-    return asdict(reward)
+    return {"reward": asdict(reward)} | ({} if asked is None else {"actions": asked})
 
 
 @contextmanager
@@ -201,6 +196,11 @@ def _episode(keeps_processes: bool) -> Iterator[None]:
     """Undoes what an episode changed: the working folder, the environment variables, and processes that it left."""
     variables, processes = dict(os.environ), descendants(os.getpid())
     os.chdir(FOLDER)
+    for output in (1, 2):
+        try:
+            os.fstat(output)
+        except OSError:  # The episode before closed it: another file would get its number.
+            os.dup2(_prints[0], output)
     try:
         yield
     finally:
