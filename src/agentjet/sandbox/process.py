@@ -363,8 +363,10 @@ class _Start:
             words += ["--setenv", name, value]
         arguments = b"\0".join(map(os.fsencode, words)) + b"\0"
         inner = [interpreter(), "-I", "-S", "-E", inside_file(), str(self.user or 0)]
-        inner += [str(channel if sandbox.network == "model" else 0), str(PORT), str(self.cwd), "--"]
-        inner += [*map(str, sandbox.writables()), "--", *map(str, sandbox.readables()), "--", *self.command]
+        inner += [str(channel if sandbox.network == "model" else 0), str(PORT), str(sandbox.inside(self.cwd)), "--"]
+        for folders in (sandbox.writables(), sandbox.readables()):
+            inner += [*map(str, map(sandbox.inside, folders)), "--"]
+        inner += self.command
         return [bubblewrap(), "--args", str(self._content(arguments)), "--", *inner]
 
     def _limit(self, pid: int) -> None:

@@ -84,6 +84,8 @@ class Sandbox:
     """The working directory, writable. HOME, unless `variables` has another."""
     readable: tuple[Path, ...] = ()
     writable: tuple[Path, ...] = ()
+    places: Mapping[Path, str] = field(default_factory=dict)
+    """Absolute paths that named folders have inside. Default: the same as outside."""
     network: Literal["none", "model", "open"] = "none"
     """`model`: requests below `model_url` only. `open`: the machine's network, for programs that need a provider."""
     model_url: str = ""
@@ -110,6 +112,10 @@ class Sandbox:
         self.check()
         return launch(self, [os.fspath(word) for word in command], Streams(stdin, stdout, stderr), cwd or self.folder)
 
+    def inside(self, path: Path) -> Path:
+        """The path that a named folder has inside."""
+        return Path(self.places.get(path, path))
+
     def inside_url(self, url: str) -> str:
         """The address of a server's URL inside. Addresses of other servers are returned as they are."""
         origin = origin_of(self.model_url)
@@ -120,7 +126,7 @@ class Sandbox:
     def environment(self) -> dict[str, str]:
         """The environment of the program."""
         inherited = {name: os.environ[name] for name in INHERITED if name in os.environ}
-        own = {"HOME": str(self.folder), "TMPDIR": "/tmp", "USER": USER, "LOGNAME": USER}
+        own = {"HOME": str(self.inside(self.folder)), "TMPDIR": "/tmp", "USER": USER, "LOGNAME": USER}
         given = {name: self.inside_url(value) for name, value in self.variables.items()}
         return {"LANG": "C.UTF-8", **inherited, **own, **given}
 
@@ -143,6 +149,9 @@ class Sandbox:
             value = getattr(self, name)
             for path in (value,) if isinstance(value, Path) else value:
                 check_named(name, path)
+        for path, inside in self.places.items():
+            if path not in (*self.writables(), *self.readable) or not is_free(inside):
+                raise ConfigError(f"sandbox: {path} at {inside!r}: name the folder, and a place outside of the system")
         for path in self.writables():
             if not path.is_dir():
                 raise ConfigError(f"sandbox: {path} is not a folder: name a folder to write to")
@@ -163,14 +172,19 @@ class Sandbox:
         words += ["--proc", "/proc", "--dev", "/dev", "--perms", "1777", "--size", str(size), "--tmpfs", "/dev/shm"]
         words += ["--perms", "1777", "--size", str(size), "--tmpfs", "/tmp"]
         binds = dict.fromkeys(self.readables(), "--ro-bind") | dict.fromkeys(self.writables(), "--bind")
-        binds = {**{path.resolve(): kind for path, kind in binds.items()}, **binds}  # Both names of a link's target.
+        # Both names of a link's target.
+        real = {path.resolve(): kind for path, kind in binds.items() if path not in self.places}
+        sources = {self.inside(path): path for path in {**real, **binds}}
+        binds = {self.inside(path): kind for path, kind in {**real, **binds}.items()}
         # Folders above them would be closed to other users if the bound folder is.
         above = {parent for path in binds for parent in path.parents} - {Path("/"), Path("/tmp"), Path("/usr")}
         for path in sorted(binds.keys() | above, key=lambda path: (len(path.parts), path)):
-            words += [binds[path], str(path), str(path)] if path in binds else ["--perms", "0755", "--dir", str(path)]
-        for path in hidden(sorted(binds)):
-            is_folder = path.is_dir()
-            words += ["--perms", "0000", "--tmpfs", str(path)] if is_folder else ["--ro-bind", "/dev/null", str(path)]
+            bind = [binds[path], str(sources[path])] if path in binds else ["--perms", "0755", "--dir"]
+            words += [*bind, str(path)]
+        for place, source in sources.items():
+            for path in hidden([source]):
+                inside = str(place / path.relative_to(source))
+                words += ["--perms", "0000", "--tmpfs", inside] if path.is_dir() else ["--ro-bind", "/dev/null", inside]
         return [*words, "--remount-ro", "/dev", "--remount-ro", "/"]
 
 
@@ -203,6 +217,14 @@ def etc_copy() -> Path:
     for folder in (place, *(path for path in place.rglob("*") if not path.is_symlink())):
         folder.chmod(0o755 if folder.is_dir() else 0o644)
     return place
+
+
+def is_free(path: str) -> bool:
+    """True if a folder may appear there: neither in the system nor above it."""
+    taken = [Path(name) for name in (*SYSTEM, "/etc", "/proc", "/dev", "/sys")]
+    place = Path(path)
+    is_plain = place.is_absolute() and ".." not in place.parts and len(place.parts) > 1
+    return is_plain and not any(place.is_relative_to(folder) for folder in taken)
 
 
 def origin_of(url: str) -> str:

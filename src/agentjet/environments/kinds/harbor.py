@@ -25,7 +25,7 @@ from pydantic import Field, field_validator
 from agentjet.environments.environment import GIVEN
 from agentjet.environments.kind import EnvironmentFailed, EnvironmentTask, Kind, Split
 from agentjet.environments.kinds.harbor_folder import HarborTask, read
-from agentjet.environments.kinds.harbor_machines import Container, Machine, Sandboxes, check
+from agentjet.environments.kinds.harbor_machines import Container, Machine, Sandboxes, check, remove
 from agentjet.environments.model import ContextFull, Model
 from agentjet.errors import ConfigError
 from agentjet.types import Reward, beginning
@@ -105,9 +105,9 @@ class Harbor(Kind):
             trajectory: Trajectory = []
             try:
                 metrics = self._work(harbor, machine, model, trajectory)
+                machine = machine.verifier()
                 self._keep(task.id, "work", machine, harbor.layout.workdir)
                 self._keep(task.id, "agent", machine, "/logs/agent")
-                machine = machine.verifier()
                 rewards, output = self._verified(harbor, machine, Path(folder, "verifier"))
             finally:
                 self._write(task.id, "trajectory.json", json.dumps(trajectory, indent=1))
@@ -220,6 +220,7 @@ class Harbor(Kind):
 
     def _keep(self, task_id: str, name: str, machine: Machine, source: str) -> None:
         if self.artefacts:
+            remove(self._place(task_id) / name)
             machine.get(source, self._place(task_id) / name)
 
     def _write(self, task_id: str, name: str, text: str) -> None:
