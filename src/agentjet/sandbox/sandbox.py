@@ -312,5 +312,5 @@ def hidden(roots: Sequence[Path]) -> Iterator[Path]:
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):
                 waiting.append(Path(entry.path))
-            elif not entry.is_file() and not entry.is_symlink() and stat.S_ISSOCK(entry.stat().st_mode):
+            elif not entry.is_file(follow_symlinks=False) and stat.S_ISSOCK(entry.stat(follow_symlinks=False).st_mode):
                 yield Path(entry.path)
