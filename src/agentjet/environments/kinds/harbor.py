@@ -275,10 +275,12 @@ def _read_regular(path: Path) -> str | None:
         return None
     except OSError:
         raise ValueError(f"made {path.name}, which is not a file") from None
-    with open(descriptor, encoding="utf-8", errors="replace") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise ValueError(f"made {path.name}, which is not a file")
-        return file.read(MAX_REWARD_BYTES)
+        return os.read(descriptor, MAX_REWARD_BYTES).decode(errors="replace")
+    finally:
+        os.close(descriptor)
 
 
 def _command(action: str) -> str:

@@ -204,6 +204,7 @@ def clean(root: Path, tops: Sequence[str]) -> None:
     waiting = [root / top for top in (*tops, "logs")]
     while waiting:
         folder = waiting.pop()
+        folder.chmod(folder.stat().st_mode & 0o777 | 0o700)
         with os.scandir(folder) as entries:
             for entry in entries:
                 path = Path(entry.path)
@@ -211,7 +212,6 @@ def clean(root: Path, tops: Sequence[str]) -> None:
                     if not leads_into(PurePosixPath("/", path.parent.relative_to(root)), os.readlink(path), allowed):
                         path.unlink()
                 elif entry.is_dir():
-                    path.chmod(entry.stat().st_mode & 0o777 | 0o700)
                     waiting.append(path)
                 elif entry.is_file():
                     path.chmod(entry.stat().st_mode & 0o777 | 0o600)
