@@ -273,8 +273,8 @@ PATH_OF_AGENT = """
 mkdir -p /app/bin ~/.local/bin ~/bin
 printf '#!/bin/sh\\necho good\\n' | tee /app/bin/cat /app/cat ~/.local/bin/cat ~/bin/cat > /tmp/cat
 chmod +x /app/bin/cat /app/cat ~/.local/bin/cat ~/bin/cat /tmp/cat
-echo 'export PATH=/app/bin:$HOME/bin:$PATH; cat() { echo good; }' | tee ~/.bashrc ~/.profile ~/.bash_profile > /app/.bashrc
-cp ~/.bashrc /app/.profile; export BASH_ENV=/app/.bashrc
+echo 'export PATH=/app/bin:$HOME/bin:$PATH; cat() { echo good; }' | tee ~/.bashrc ~/.profile > ~/.bash_profile
+cp ~/.bashrc ~/.profile /app; export BASH_ENV=/app/.bashrc
 """
 
 
@@ -292,7 +292,7 @@ cp ~/.bashrc /app/.profile; export BASH_ENV=/app/.bashrc
         ("ln -sf /proc/self/root/tests/expected answer", "[no output]"),
         ("ln -s /usr sub; ln -sf sub/../tests/expected answer", "[no output]"),
         ("rm answer; mkfifo answer", "[no output]"),
-        ("chmod 0 . answer", "[no output]"),
+        ("chmod 0 answer .", "[no output]"),
         ("rm answer; ln -s answer answer; ln -s /app app; ln -s . here", "[no output]"),
     ],
 )
@@ -433,9 +433,12 @@ async def test_a_program_is_the_agent(tmp_path: Path) -> None:
         with environments.load(f"harbor:{tmp_path / 'tasks'}", agent_command=command, **settings) as harbor:
             report = await swarm.evaluate(harbor.agent, harbor.tasks, progress=False)
             assert (dict(report.errors), report.mean_reward) == ({}, 1.0)
-        with environments.load(f"harbor:{tmp_path / 'tasks'}", agent_command="echo no; exit 4", **settings) as harbor:
-            with pytest.raises(AgentFailing, match="the agent ended with exit code 4; it printed last: no"):
-                await swarm.evaluate(harbor.agent, harbor.tasks, progress=False)
+        settings["agent_command"] = "echo no; exit 4"
+        with (
+            environments.load(f"harbor:{tmp_path / 'tasks'}", **settings) as harbor,
+            pytest.raises(AgentFailing, match="the agent ended with exit code 4; it printed last: no"),
+        ):
+            await swarm.evaluate(harbor.agent, harbor.tasks, progress=False)
 
 
 # ---- 5. containers ---------------------------------------------------------------------------------------------------

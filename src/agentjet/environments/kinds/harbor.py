@@ -28,6 +28,7 @@ from agentjet.environments.kinds.harbor_folder import HarborTask, read
 from agentjet.environments.kinds.harbor_machines import Container, Machine, Sandboxes, check, remove
 from agentjet.environments.model import ContextFull, Model
 from agentjet.errors import ConfigError
+from agentjet.sandbox.sandbox import programs
 from agentjet.types import Reward, beginning
 
 SPLITS: tuple[Split, ...] = ("train", "held_out")
@@ -52,6 +53,8 @@ class Harbor(Kind):
     commands: tuple[str, ...] = ()
     """Commands that the agent chooses from; default: `commands` in the table `metadata.agentjet` of the task, else
     any."""
+    shows_commands: bool = True
+    """Write these commands below the instruction. The sampler enforces them either way."""
     command_seconds: float = Field(60.0, gt=0)
     """Maximum duration of a command."""
     output_characters: int = Field(4000, ge=100)
@@ -127,8 +130,9 @@ class Harbor(Kind):
         seen = tuple(map(_from_caller, self.agent_folders))
         if not self.agent_command:
             return Sandboxes(task, root, seen)
-        urls = (model.base_url, model.url_with_key)
-        return Sandboxes(task, root, seen, model.base_url, tuple(urlsplit(url).path for url in urls if url))
+        seen += programs(self.agent_command.split()[0])
+        paths = (urlsplit(url).path for url in (model.base_url, model.url_with_key) if url)
+        return Sandboxes(task, root, seen, model.base_url, tuple(paths))
 
     # ---- the agent ----
 
@@ -138,7 +142,7 @@ class Harbor(Kind):
         if not self.agent_command:
             return self._loop(task, machine, model, trajectory, seconds)
         command = self.agent_command.replace("{instruction}", shlex.quote(task.instruction))
-        variables = {name: os.environ[name] for name in GIVEN if name in os.environ}
+        variables = {name: os.environ[name] for name in (*GIVEN, "PATH") if name in os.environ}
         ran = machine.run(["bash", "-c", command], seconds, variables)
         trajectory.append({"command": self.agent_command, "output": ran.output, "code": ran.code, "end": ran.excess})
         if ran.code:
@@ -151,8 +155,8 @@ class Harbor(Kind):
         """The time of the model's answers does not count: the server may be learning."""
         menu = list(self.commands or task.table.metadata.agentjet.commands)
         messages = [{"role": "system", "content": self.system_prompt or PROMPT}]
-        shown = "".join(f"\n{command}" for command in menu)
-        messages.append({"role": "user", "content": task.instruction + (f"\n\nCommands:{shown}" if menu else "")})
+        listed = "\n".join(["", "", "Commands:", *menu]) if menu and self.shows_commands else ""
+        messages.append({"role": "user", "content": task.instruction + listed})
         most = min(self.max_turns, model.max_turns or self.max_turns)
         while len(trajectory) < most and seconds > 0:
             try:
