@@ -28,7 +28,7 @@ from agentjet.environments.kinds.harbor_folder import HarborTask, read
 from agentjet.environments.kinds.harbor_machines import Container, Machine, Sandboxes, check, remove
 from agentjet.environments.model import ContextFull, Model
 from agentjet.errors import ConfigError
-from agentjet.sandbox.sandbox import programs
+from agentjet.sandbox import programs
 from agentjet.types import Reward, beginning
 
 SPLITS: tuple[Split, ...] = ("train", "held_out")

@@ -1,6 +1,6 @@
 """Machines on which a Harbor task is played: `Sandboxes` of this machine, or a `Container` of docker or podman.
 
-Both have the same four operations. The verifier gets a machine of its own after the agent's has ended.
+Both have the same four operations. The verifier gets another machine, after the agent's has ended.
 """
 
 from __future__ import annotations
