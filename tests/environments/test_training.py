@@ -2,7 +2,8 @@
 
 1. A game is trained and evaluated: turn rewards, metrics, texts and enforced actions reach the server.
 2. A kind of an installed package that is not AgentJet's is found by its name. Its file is the example of the page.
-3. Several environments in one run have the shares that are set. One that crashes does not stop the others.
+3. In a sandbox an environment reaches the model and nothing else.
+4. Several environments in one run have the shares that are set. One that crashes does not stop the others.
 """
 
 from __future__ import annotations
@@ -72,6 +73,19 @@ async def test_a_kind_of_another_package(tmp_path: Path, monkeypatch: pytest.Mon
     assert (report.mean_reward, report.num_aborted) == (1.0, 0)
     source = PLUGIN.read_text()
     assert len(source.splitlines()) <= 60 and source.partition("\n\n")[2] in PAGE.read_text()
+
+
+@pytest.mark.needs("bubblewrap")
+async def test_an_environment_in_a_sandbox(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("a key")
+    async with serving(tmp_path / "data", saying(bisecting)) as served, client(served) as swarm:
+        port = int(served.url.rpartition(":")[2])
+        with environments.load(
+            "tests.environments.toy/Prying", secret=str(secret), port=port, held_out=0, sandbox=True
+        ) as prying:
+            report = await swarm.evaluate(prying.agent, prying.tasks, repeats=2, concurrency=1, progress=False)
+    assert [(result.error, result.reward_text) for result in report.results] == [("", '"right" True')] * 2
 
 
 async def test_shares_of_a_cocktail_of_which_one_crashes(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -155,6 +156,14 @@ def _hang_and_refuse_to_end() -> None:
         time.sleep(600)
 
 
+def _use_memory() -> None:
+    """In a child, so that no process alone exceeds the limit of 280 MiB."""
+    code = "import time; kept = b'x' * (150 << 20); time.sleep(600)"
+    kept = b"x" * (150 << 20)
+    subprocess.run([sys.executable, "-c", code])
+    del kept
+
+
 MISBEHAVIOUR: dict[str, Callable[[], Any]] = {
     "no_score": lambda: None,
     "number": lambda: 1.0,
@@ -175,6 +184,7 @@ MISBEHAVIOUR: dict[str, Callable[[], Any]] = {
     "leaves_process": _leave_process,
     "leaves_process_and_ends": _leave_process_and_end,
     "changes_all": _change_all,
+    "uses_memory": _use_memory,
 }
 
 
@@ -186,3 +196,24 @@ class Misbehaving(Kind):
 
     def play(self, task: EnvironmentTask, model: Model) -> Reward:
         return MISBEHAVIOUR[self.target]()  # type: ignore[no-any-return]
+
+
+class Prying(Kind):
+    """Reads, writes and connects where a sandbox does not allow it; asks the model."""
+
+    secret: str = ""
+    """A file outside."""
+    port: int = 0
+    """A port of this machine."""
+
+    def tasks(self) -> Iterator[EnvironmentTask]:
+        yield EnvironmentTask("only", {})
+
+    def play(self, task: EnvironmentTask, model: Model) -> Reward:
+        with suppress(OSError):
+            return Reward(1.0, text=Path(self.secret).read_text())
+        with suppress(OSError):
+            socket.create_connection(("127.0.0.1", self.port), 1.0)
+            return Reward(1.0, text="connected")
+        text = model.chat([{"role": "user", "content": "corridor"}])["content"]
+        return Reward(0.5, text=f"{text} {os.environ['OPENAI_BASE_URL'] == model.base_url}")

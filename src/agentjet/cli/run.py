@@ -24,6 +24,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from typer import Argument, Option
 
 from agentjet.cli import Json, Override, Policy, Server, Token, TokenFile, example, load_example, print_text, printable
+from agentjet.cli.env import SPLITS, Environments, agent_and_tasks, split_of
 from agentjet.errors import AgentJetError, ConfigError
 from agentjet.types import Reward
 
@@ -39,28 +40,33 @@ STEPS = 20
 
 def run(
     server: Server,
+    environments: Environments,
     command: Annotated[
-        list[str],
+        list[str] | None,
         Argument(
             metavar="-- COMMAND...",
             help="The program and its arguments, after `--`; no shell is involved. {task} becomes the task's row as "
             "JSON, {task.key} one value of it, {here} the present folder.",
         ),
-    ],
-    task_file: Annotated[Path, Option("--task-file", help="Tasks: a JSON object a line.")],
+    ] = None,
+    task_file: Annotated[Path | None, Option("--task-file", help="Tasks of the program: a JSON object a line.")] = None,
     reward: Annotated[
-        str,
+        str | None,
         Option(
             help="FILE.py:FUNCTION, called with the row and the result; `stdout`: its last line, a number or "
             '{"reward": number}; `file:NAME`: the same from a file in the working directory; `exit-code`: 1 for '
             "0, else 0."
         ),
-    ],
+    ] = None,
     steps: Annotated[int | None, Option(min=1, help="Batches to learn; default: 20.")] = None,
-    concurrency: Annotated[int, Option(min=1, help="Processes at the same time.")] = 16,
+    concurrency: Annotated[
+        int | None,
+        Option(min=1, help="Processes at the same time; default: 16, or the `processes` of the environments."),
+    ] = None,
     timeout: Annotated[
-        float, Option(min=0.001, help="Seconds after which a process is ended and its episode aborted.")
-    ] = 600.0,
+        float | None,
+        Option(min=0.001, help="Seconds after which a process is ended and its episode aborted; default: 600."),
+    ] = None,
     seed: Annotated[int, Option(help="Seed of the tasks' order.")] = 0,
     only_eval: Annotated[bool, Option("--eval", help="Evaluate instead: each task once, nothing learned.")] = (False),
     repeats: Annotated[int | None, Option(min=1, help="With --eval: how often each task; default: once.")] = None,
@@ -92,14 +98,15 @@ def run(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Run a program on tasks as the agent, one process an episode, and train the server's policy on its rewards.
+    """Run a program, or environments, as the agent, and train the server's policy on the rewards.
+
+    A program (COMMAND, --task-file and --reward) runs once an episode. An environment (--env) has all three.
 
     The program finds the model in OPENAI_BASE_URL and OPENAI_API_KEY (ANTHROPIC_...: likewise), its task also in
     AGENTJET_TASK. It runs in a fresh working directory, with a fresh HOME. Each of these aborts the episode: an exit
     code other than 0, a signal, a time-out, a request that the server refused. With --reward exit-code, 1 to 124 score
     0 instead. The result for --reward FILE.py:FUNCTION has stdout, stderr, exit_code, seconds and folder.
     """
-    from agentjet.client.inputs import read_tasks
     from agentjet.client.threads import raise_on_signals
 
     if watch and (only_eval or code_version is not None):
@@ -108,35 +115,76 @@ def run(
         raise ConfigError("--steps and --eval exclude each other: an evaluation does not learn")
     if repeats is not None and not only_eval:
         raise ConfigError("--repeats is for --eval: training visits tasks in groups of job.group_size")
+    program_options = {
+        "a command": command,
+        "--task-file": task_file,
+        "--reward": reward,
+        "--timeout": timeout,
+        "--watch": watch,
+        "--source": source,
+        "--score-refused": score_refused,
+        "--shared-home": shared_home,
+        "--sandbox": sandbox,
+        "--memory": memory,
+    }
+    environments.check(program_options)
     limits = sandbox_limits(memory, shared_home=shared_home) if sandbox else None
     if memory is not None and not sandbox:
         raise ConfigError(f"--memory {memory:g} is a limit of the sandbox: give --sandbox, too")
-    here = Path.cwd()
-    tasks = read_tasks(task_file)
-    program = CommandLine(tuple(command), here, check_source(source or [], here))
     with ExitStack() as stack:
-        agent, code = _agent(
-            stack,
-            program,
-            tasks,
-            reward,
-            watch,
-            timeout=timeout,
-            score_refused=score_refused,
-            shared_home=shared_home,
-            sandbox=limits,
-        )
+        code: AgentSource | None = None
+        if environments.env:
+            mixed = environments.load(stack)
+            agent: Agent = mixed.agent
+            tasks = split_of(mixed, "held_out" if only_eval else "train")
+            concurrency = concurrency or sum(mixed.agent.capacity.values())
+        else:
+            agent, code, tasks = _program(
+                stack,
+                command or [],
+                task_file,
+                reward,
+                source or [],
+                watch=watch,
+                timeout=timeout or 600.0,
+                score_refused=score_refused,
+                shared_home=shared_home,
+                sandbox=limits,
+            )
         if code is not None and as_json:
             typer.echo(code.described(), err=True)  # else training shows it beside its steps
         swarm = stack.enter_context(server.connect())
         stack.enter_context(raise_on_signals())
-        shared: dict[str, Any] = {"concurrency": concurrency, "progress": not as_json, "code_version": code_version}
+        shared: dict[str, Any] = {"concurrency": concurrency or 16, "progress": not as_json}
+        shared |= {"code_version": code_version}
         report: TrainReport | EvalReport
         if only_eval:
             report = swarm.evaluate(agent, tasks, repeats=repeats or 1, **shared)
         else:
             report = swarm.train(agent, tasks, steps=steps or STEPS, seed=seed, reload=code or False, **shared)
     typer.echo(_json(run_document(report)) if as_json else printable(str(report)))
+
+
+def _program(
+    stack: ExitStack,
+    command: list[str],
+    task_file: Path | None,
+    reward: str | None,
+    source: list[Path],
+    **options: Any,
+) -> tuple[Agent, AgentSource | None, list[Task]]:
+    """The program as an agent, the source of its newer versions, and its tasks. Raises `ConfigError`."""
+    from agentjet.client.inputs import read_tasks
+
+    for name, value in (("a command after `--`", command), ("--task-file", task_file), ("--reward", reward)):
+        if not value:
+            raise ConfigError(f"{name} is missing: give a command, --task-file and --reward, or --env for environments")
+    assert task_file is not None and reward is not None
+    here = Path.cwd()
+    tasks = read_tasks(task_file)
+    program = CommandLine(tuple(command), here, check_source(source, here))
+    agent, code = _agent(stack, program, tasks, reward, **options)
+    return agent, code, tasks
 
 
 def _agent(
@@ -216,6 +264,7 @@ def evaluate(
     target: Annotated[
         str, Argument(metavar="MODEL_OR_URL", help="A model folder or name, or the address of a running server.")
     ],
+    environments: Environments,
     agent: Annotated[
         str | None,
         Option(metavar="FILE.py:FUNCTION", help="The agent to score; default: one answer to each held-out sum."),
@@ -226,6 +275,9 @@ def evaluate(
             metavar="FILE",
             help="Tasks of --agent: FILE.jsonl, an object a line, or FILE.py:FUNCTION, which returns them.",
         ),
+    ] = None,
+    split: Annotated[
+        str | None, Option(metavar="|".join(SPLITS), help="Tasks of --env; default: those that are held out.")
     ] = None,
     tasks: Annotated[int | None, Option(min=1, help="Number of tasks; default: all.")] = None,
     repeats: Annotated[int, Option(min=1, help="Episodes of each task.")] = 1,
@@ -247,7 +299,8 @@ def evaluate(
 ) -> None:
     """Score a model with an agent: the mean reward over tasks, with a 95 % interval.
 
-    Without --agent the tasks are the demo's 500 held-out sums, and the score is the share of right first answers.
+    Without --agent and --env the tasks are the demo's 500 held-out sums, and the score is the share of right first
+    answers.
     A model folder (such as the demo's) or a model name gets a temporary server. With --repeats the interval is over
     tasks, not answers.
     """
@@ -255,10 +308,20 @@ def evaluate(
         raise ConfigError(f"--pass-at {wrong[0]} needs --repeats {max(1, wrong[0])} at least; it is {repeats}")
     if at_version not in (None, "newest") and not at_version.isdecimal():
         raise ConfigError(f"--at-version {at_version!r}: give a policy version, or newest")
-    player, chosen = _agent_and_tasks(agent, task_file, tasks)
-    settings = None if agent else example("arithmetic") / "job.toml"
-    with _served(Server(target, token, token_file), settings, override or []) as swarm:
-        if agent is None and (policies := swarm.status().policies):
+    environments.check({"--agent": agent, "--task-file": task_file})
+    if split is not None and not environments.env:
+        raise ConfigError(f"--split {split}: it is for --env")
+    with ExitStack() as stack:
+        if environments.env:
+            mixed = environments.load(stack)
+            player, chosen = agent_and_tasks(mixed, split or SPLITS[0], tasks)
+            concurrency = min(concurrency, sum(mixed.agent.capacity.values()))
+        else:
+            player, chosen = _agent_and_tasks(agent, task_file, tasks)
+        is_default = agent is None and not environments.env
+        settings = example("arithmetic") / "job.toml" if is_default else None
+        swarm = stack.enter_context(_served(Server(target, token, token_file), settings, override or []))
+        if is_default and (policies := swarm.status().policies):
             raise ConfigError(
                 f"{target} has the policies {', '.join(policies)}, and the default agent asks one model: give --agent "
                 "and --task-file, and name a policy as `model` in the agent's requests"

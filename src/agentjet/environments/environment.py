@@ -16,6 +16,7 @@ from agentjet.environments.kind import EnvironmentFailed, Kind
 from agentjet.environments.pool import Pool
 from agentjet.environments.registry import check_installed, find, versions
 from agentjet.errors import ConfigError, did_you_mean
+from agentjet.sandbox import missing
 from agentjet.types import MAX_NAME, Reward, Task, shown
 
 
@@ -122,6 +123,8 @@ def load(name: str, **settings: Any) -> Environment:
     kind_name, environment = parsed(name, settings)
     if len(environment.task_set or name) > MAX_NAME:
         raise ConfigError(f"{name}: it has more than {MAX_NAME} characters: give a shorter name with task_set")
+    if environment.sandbox and (reason := missing()):
+        raise ConfigError(f"sandbox = true of {name}: {reason}")
     pool = Pool(kind_name, environment)
     try:
         listed = pool.ask({"do": "tasks"}, environment.start_seconds)
@@ -137,6 +140,8 @@ def load(name: str, **settings: Any) -> Environment:
 def parsed(name: str, settings: dict[str, Any]) -> tuple[str, Kind]:
     """The kind's name and its settings, checked. Raises `ConfigError`."""
     kind_name, _, target = name.partition(":")
+    if "target" in settings:
+        raise ConfigError(f"target = {shown(settings['target'])}: the target is the part of the name behind the colon")
     kind = find(kind_name)
     check_installed(kind_name, kind)
     if inspect.isabstract(kind):
@@ -147,8 +152,8 @@ def parsed(name: str, settings: dict[str, Any]) -> tuple[str, Kind]:
         wrong = error.errors()[0]
     key, message = ".".join(map(str, wrong["loc"])), wrong["msg"].removeprefix("Value error, ")
     if wrong["type"] == "extra_forbidden":
-        fields = list(kind.model_fields)
-        message = f"unknown setting; {did_you_mean(key, fields, f'there are {chr(44).join(fields)}')}"
+        fields = [field for field in kind.model_fields if field != "target"]
+        message = f"unknown setting; {did_you_mean(key, fields, 'there are ' + ', '.join(fields))}"
     raise ConfigError(f"{name}: {key} = {shown(wrong['input'])}: {message}")
 
 

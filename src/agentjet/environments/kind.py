@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol
 
 from pydantic import Field
@@ -92,6 +94,10 @@ class Kind(Section, ABC):
     @abstractmethod
     def play(self, task: EnvironmentTask, model: Model) -> Reward:
         """Plays one episode. Raises an exception if the environment fails."""
+
+    def readable(self) -> Sequence[Path]:
+        """Files and folders that a sandbox shows. By default the target, if it is one."""
+        return [Path(self.target)] if self.target and os.path.exists(self.target) else []
 
     def close(self) -> None:
         """Ends what the kind started, when its process ends."""

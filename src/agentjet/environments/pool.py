@@ -14,14 +14,18 @@ import tempfile
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
+from io import BufferedReader, BufferedWriter
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from agentjet.client.command import WITHHELD
 from agentjet.client.threads import in_thread
 from agentjet.environments.kind import EnvironmentFailed, Kind
 from agentjet.environments.worker import KILL_SECONDS, MAX_ANSWER
 from agentjet.errors import ConfigError
+from agentjet.sandbox import Limits, Process, Sandbox
+from agentjet.sandbox.sandbox import check_named
 
 MAX_PRINTED = 16 << 20
 """Bytes that a process may print in one episode."""
@@ -36,8 +40,7 @@ class Pool:
     def __init__(self, kind: str, environment: Kind) -> None:
         """`kind` is the name that the process resolves again."""
         self._start = {"kind": kind, "settings": environment.model_dump(mode="json", exclude_unset=True)}
-        self._start_seconds = environment.start_seconds
-        self._keeps = not environment.one_episode_a_process
+        self._kind = environment
         self._room = threading.Semaphore(environment.processes)
         self._lock = threading.Lock()
         self._idle: list[Worker] = []
@@ -58,11 +61,11 @@ class Pool:
         """
         turn = turn or _Turn()
         with self._room:
-            worker = self._worker(turn)
+            worker = self._worker(turn, str(order["model"]["base_url"]) if "model" in order else "")
             try:
                 if worker.is_new:
-                    _result(worker.ask(self._start, self._start_seconds))
-                answer = worker.ask(order, seconds)
+                    _result(worker.ask(self._start, self._kind.start_seconds))
+                answer = worker.ask(worker.inside(order), seconds)
             except BaseException:
                 turn.finish()
                 worker.end()
@@ -71,18 +74,19 @@ class Pool:
                 worker.end()
         return _result(answer)
 
-    def _worker(self, turn: _Turn) -> Worker:
-        """Returns an idle process, or a new one."""
+    def _worker(self, turn: _Turn, model_url: str) -> Worker:
+        """Returns an idle process, or a new one. In a sandbox it reaches this model only; "": nothing."""
+        url = model_url if self._kind.sandbox else None
         with self._lock:
             if self._is_closed:
                 raise EnvironmentFailed("the environment was closed: load it again")
             if turn.has_ended:
                 raise EnvironmentFailed("the episode was cancelled")
             worker = self._idle.pop() if self._idle else None
-        if worker is not None and worker.has_ended:
+        if worker is not None and (worker.has_ended or worker.model_url != url):
             worker.end()
             worker = None
-        worker = worker or Worker()
+        worker = worker or Worker(self._kind, url)
         if not turn.begin(worker):
             worker.end()
             raise EnvironmentFailed("the episode was cancelled")
@@ -90,7 +94,7 @@ class Pool:
 
     def _keep(self, worker: Worker) -> bool:
         with self._lock:
-            is_kept = self._keeps and not self._is_closed
+            is_kept = not (self._kind.one_episode_a_process or self._is_closed)
             if is_kept:
                 self._idle.append(worker)
             return is_kept
@@ -139,41 +143,80 @@ def _result(answer: Mapping[str, Any]) -> Any:
     return answer["result"]
 
 
+def _buffered(orders: Any, answers: Any) -> tuple[BufferedWriter, BufferedReader]:
+    return BufferedWriter(orders), BufferedReader(answers)
+
+
+def sandbox_of(kind: Kind, model_url: str, folder: Path, variables: Mapping[str, str]) -> Sandbox:
+    """The sandbox of a process. It sees `folder`, modules and what the kind names."""
+    readable = []
+    for path in map(Path, variables["PYTHONPATH"].split(os.pathsep)):
+        with suppress(ConfigError):  # The present folder may be a home: modules there are not found.
+            check_named("readable", path)
+            readable.append(path)
+    base = urlsplit(model_url).path
+    return Sandbox(
+        folder=folder,
+        readable=(*readable, *kind.readable()),
+        network="model" if model_url else "none",
+        model_url=model_url,
+        paths=(base, f"{base.removesuffix('/v1')}/k/"),
+        limits=Limits(memory=kind.memory << 20, output=None),
+        variables=variables,
+    )
+
+
 class Worker:
     """A process of the pool: `python -m agentjet.environments.worker`."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: Kind, model_url: str | None) -> None:
+        """With a `model_url` the process runs in a sandbox, whose only network is this model; "": no network."""
         self.is_new = True
+        self.model_url = model_url
         self._folder = tempfile.TemporaryDirectory(prefix="agentjet-env-", ignore_cleanup_errors=True)
         # The process runs in another folder, and finds the same modules: a kind may stand beside the caller's script.
         paths = [os.path.abspath(path) for path in sys.path if os.path.isdir(path or ".")]
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "agentjet.environments.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            cwd=self._folder.name,
-            env={name: value for name, value in os.environ.items() if name not in WITHHELD}
-            | {"PYTHONPATH": os.pathsep.join(paths), "AGENTJET_CALLER": str(Path.cwd())},
-            start_new_session=True,
-        )
+        variables = {"PYTHONPATH": os.pathsep.join(paths), "AGENTJET_CALLER": str(Path.cwd())}
+        self._sandbox = None if model_url is None else sandbox_of(kind, model_url, Path(self._folder.name), variables)
+        command = [sys.executable, "-P", "-m", "agentjet.environments.worker", str(kind.memory)]
+        pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        self._process: subprocess.Popen[bytes] | Process
+        if self._sandbox is not None:
+            self._process = self._sandbox.start(command, **pipes)
+        else:
+            inherited = {name: value for name, value in os.environ.items() if name not in WITHHELD}
+            self._process = subprocess.Popen(
+                command, bufsize=0, cwd=self._folder.name, env=inherited | variables, start_new_session=True, **pipes
+            )
+        self._orders, self._answers = _buffered(self._process.stdin, self._process.stdout)
         self._printed = bytearray()
         self._num_printed = 0
         self._is_late = False
         self._reading = threading.Thread(target=self._read_prints, daemon=True)
         self._reading.start()
 
+    def inside(self, order: Mapping[str, Any]) -> dict[str, Any]:
+        """The order with the addresses of the model as the process sees them."""
+        if self._sandbox is None:
+            return dict(order)
+        url = self._sandbox.inside_url
+        seen = {
+            name: {key: url(value) if isinstance(value, str) else value for key, value in order[name].items()}
+            for name in ("model", "variables")
+            if name in order
+        }
+        return {**order, **seen}
+
     def ask(self, order: Mapping[str, Any], seconds: float) -> dict[str, Any]:
         """Sends an order and waits for the answer. Raises `EnvironmentFailed` if the process ends, or is too slow."""
-        assert self._process.stdin is not None and self._process.stdout is not None
         self.is_new, self._num_printed = False, 0
         limit = threading.Timer(seconds, self._end_late)
         limit.daemon = True
         limit.start()
         try:
-            self._process.stdin.write(json.dumps(order).encode() + b"\n")
-            self._process.stdin.flush()
-            line = self._process.stdout.readline(MAX_ANSWER + 2)
+            self._orders.write(json.dumps(order).encode() + b"\n")
+            self._orders.flush()
+            line = self._answers.readline(MAX_ANSWER + 2)
         except OSError:  # It ended before it read the order.
             line = b""
         finally:
@@ -207,6 +250,8 @@ class Worker:
         printed = self._printed.decode(errors="replace").strip()
         code = self._process.returncode
         end = f"by signal {-code}" if code is not None and code < 0 else f"with exit code {code}"
+        if isinstance(self._process, Process) and self._process.exceeded:
+            return f"it {self._process.exceeded}"
         last = f"it printed last: {printed}" if printed else "it printed nothing"
         if has_answered:
             return f"its process sent something else than an answer; {last}"
@@ -227,8 +272,11 @@ class Worker:
         return self._process.poll() is not None
 
     def kill(self) -> None:
-        """Asks the outer process to end itself and every process below it."""
-        self._process.terminate()
+        """Asks the outer process to end itself and every process below it. A sandbox ends at once."""
+        if isinstance(self._process, Process):
+            self._process.kill()
+        else:
+            self._process.terminate()
 
     def end(self) -> None:
         """Ends the process and waits for its end."""
@@ -239,7 +287,7 @@ class Worker:
             self._process.kill()
             self._process.wait()
         self._reading.join(END_SECONDS)  # A process that it left may hold its output open.
-        for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
+        for pipe in (self._orders, self._answers, self._process.stderr):
             with suppress(OSError):
                 pipe.close()  # type: ignore[union-attr]
         self._folder.cleanup()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import re
 import shutil
-import sys
 from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
 
 from agentjet.environments.kind import Kind
@@ -83,7 +82,7 @@ def check_installed(name: str, kind: type[Kind]) -> None:
     """Raises `ConfigError` with the install command if a library or program is missing, or its version does not fit."""
     package, least, below = requirement(kind)
     if package:
-        pip = f"{sys.executable} -m pip install '{kind.requires}'"
+        pip = f"pip install '{kind.requires}'"
         if not (found := present(package)):
             raise ConfigError(f"environments of kind {name} need the package {package}: {pip}")
         numbers = _numbers(found)

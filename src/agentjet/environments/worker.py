@@ -1,6 +1,6 @@
-"""A process of an environment: `python -m agentjet.environments.worker`.
+"""A process of an environment: `python -m agentjet.environments.worker MEBIBYTES`.
 
-Orders are JSON lines on standard input, answers are JSON lines on standard output. What the library prints goes to
+Orders are JSON lines on standard input, answers are JSON lines on standard output. Prints of the library go to
 standard error. The first order is `{"kind": ..., "settings": {...}}`.
 
 There are two processes. The inner one imports the library. The outer one guards it: it ends everything that the inner
@@ -52,8 +52,7 @@ def main() -> None:
     _control(PR_SET_CHILD_SUBREAPER, 1)
     outer = os.getpid()
     if inner := os.fork():
-        os.close(1)  # The client reads answers until the inner process has closed its end.
-        guard(inner)
+        guard(inner, int(sys.argv[1]))
     _control(PR_SET_PDEATHSIG, signal.SIGKILL)  # The environment cannot get away by an end of the outer process.
     if os.getppid() != outer:
         os._exit(1)
@@ -69,10 +68,10 @@ def _control(option: int, value: int) -> None:
 # ---- the outer process -----------------------------------------------------------------------------------------------
 
 
-def guard(inner: int) -> None:
+def guard(inner: int, most_memory: int) -> None:
     """Waits for the end of the inner process or of the client, ends the rest, and ends as the inner one did.
 
-    The client asks for the end with SIGTERM.
+    The client asks for the end with SIGTERM. `most_memory` is in MiB.
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for number in (signal.SIGINT, signal.SIGHUP):
@@ -93,6 +92,11 @@ def guard(inner: int) -> None:
             events.unregister(0)
             deadline = time.monotonic() + CLOSE_SECONDS
             os.kill(inner, signal.SIGTERM)
+        if uses_more_than(most_memory << 20):
+            os.kill(inner, signal.SIGKILL)
+            reason = f"it used more than {most_memory} MiB of memory and was ended: use less, or raise memory"
+            os.write(1, _refusal(reason, "environment").encode() + b"\n")
+            break
         ended, status = os.waitpid(-1, os.WNOHANG)
     end_all(inner)
     code = os.waitstatus_to_exitcode(status) if ended == inner else 0
@@ -101,6 +105,12 @@ def guard(inner: int) -> None:
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code)
+
+
+def uses_more_than(most: int) -> bool:
+    """True if the processes below this one use more bytes together. The exact sum is slow, and not larger."""
+    pids = descendants(os.getpid())
+    return all(memory_of(pids, shared_once=exact) > most for exact in (False, True))
 
 
 def _wake_up_on(number: signal.Signals) -> int:
