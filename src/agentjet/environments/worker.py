@@ -29,7 +29,7 @@ from agentjet.environments.kind import EnvironmentTask, Kind
 from agentjet.environments.model import Model
 from agentjet.environments.registry import check_installed, find
 from agentjet.errors import AgentJetError, ConfigError
-from agentjet.sandbox.usage import descendants
+from agentjet.sandbox.usage import descendants, memory_of
 from agentjet.types import Reward, shown
 
 LONGEST_REASON = 2000
