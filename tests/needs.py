@@ -35,10 +35,10 @@ def has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
-def has_landlock() -> bool:
-    from agentjet.research import landlock
+def has_bubblewrap() -> bool:
+    from agentjet import sandbox
 
-    return bool(landlock.version())
+    return not sandbox.missing()
 
 
 def has_vllm() -> bool:
@@ -49,6 +49,7 @@ def has_vllm() -> bool:
 
 NEEDS: dict[str, tuple[Callable[[], bool], str]] = {
     "browser": (partial(has_program, *BROWSERS), "Chromium: apt-get install chromium"),
+    "bubblewrap": (has_bubblewrap, "a machine with sandboxes: apt-get install bubblewrap"),
     "compiler": (partial(has_program, "g++"), "a C++ compiler: apt-get install g++"),
     "cpu": (lambda: True, "a CPU"),
     "cuda": (has_cuda, "a CUDA device"),
@@ -56,7 +57,6 @@ NEEDS: dict[str, tuple[Callable[[], bool], str]] = {
         partial(has_packages, "ipykernel", "jupyter_client"),
         "a kernel of Jupyter: pip install ipykernel",
     ),
-    "landlock": (has_landlock, "a Linux kernel with Landlock"),
     "mistral-common": (
         partial(has_packages, "mistral_common", "jsonschema"),
         "its oracle: pip install mistral-common jsonschema",

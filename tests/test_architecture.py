@@ -81,7 +81,9 @@ PACKAGES = {
     "sandbox": rule(VOCABULARY, "h11"),
     "client": rule(f"{VOCABULARY} protocol sandbox", "httpx pydantic", lazy="rich"),
     "trackers": rule(VOCABULARY, lazy="mlflow tensorboardX trackio wandb"),
-    "research": rule(f"{VOCABULARY} database config sandbox client", "jinja2 markdown_it numpy pydantic scipy", lazy="httpx"),
+    "research": rule(
+        f"{VOCABULARY} database config sandbox client", "jinja2 markdown_it numpy pydantic scipy", lazy="httpx"
+    ),
     "__init__": rule(f"{VOCABULARY} client"),
 }
 COMMAND_LINE = rule(
