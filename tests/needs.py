@@ -47,12 +47,6 @@ def has_docker() -> bool:
     return bool(container_program())
 
 
-def has_bubblewrap() -> bool:
-    from agentjet import sandbox
-
-    return not sandbox.missing()
-
-
 def has_vllm() -> bool:
     from tests.cluster.local_replica import sampler_python
 

@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 SAMPLE_SECONDS = 0.1
+POLL_SECONDS = 0.02
 START_SECONDS = 30.0
 """Longest start. It reads the folders that bubblewrap mounts, which may be on a network."""
 USERS = range(60_578, 61_184)
@@ -105,6 +107,42 @@ class Process:
         finally:
             self.returncode = code
             self._ended.set()
+
+
+class AsyncProcess:
+    """The same for a coroutine, with the interface of `asyncio.subprocess.Process` for a program with three pipes."""
+
+    def __init__(self, process: Process, stdin: asyncio.StreamWriter, *outputs: asyncio.StreamReader) -> None:
+        self.process, self.stdin = process, stdin
+        self.stdout, self.stderr = outputs
+
+    @classmethod
+    async def of(cls, process: Process, limit: int) -> AsyncProcess:
+        """`limit` is the longest line of an output in bytes."""
+        loop, outputs = asyncio.get_running_loop(), []
+        for pipe in (process.stdout, process.stderr):
+            reader = asyncio.StreamReader(limit=limit)
+            await loop.connect_read_pipe(partial(asyncio.StreamReaderProtocol, reader), pipe)
+            outputs.append(reader)
+        protocol = asyncio.StreamReaderProtocol(asyncio.StreamReader())
+        transport, _ = await loop.connect_write_pipe(lambda: protocol, process.stdin)
+        return cls(process, asyncio.StreamWriter(transport, protocol, None, loop), *outputs)
+
+    @property
+    def returncode(self) -> int | None:
+        return self.process.poll()
+
+    @property
+    def exceeded(self) -> str:
+        return self.process.exceeded
+
+    def kill(self) -> None:
+        self.process.kill()
+
+    async def wait(self) -> int:
+        while (code := self.process.poll()) is None:
+            await asyncio.sleep(POLL_SECONDS)
+        return code
 
 
 # ---- the watch -------------------------------------------------------------------------------------------------------

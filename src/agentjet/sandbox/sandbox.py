@@ -11,12 +11,14 @@ lie beneath (`inside.py`, `filter.py`). `process.py` starts and watches it, `pro
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import functools
 import os
 import pwd
 import shutil
 import stat
+import subprocess
 import sys
 import tempfile
 from collections import deque
@@ -29,7 +31,7 @@ from urllib.parse import urlsplit
 
 from agentjet.errors import ConfigError
 from agentjet.sandbox.check import missing
-from agentjet.sandbox.process import PORT, USER, USERS, Process, Streams, launch
+from agentjet.sandbox.process import PORT, USER, USERS, AsyncProcess, Process, Streams, launch
 from agentjet.types import DEFAULT_RUN
 
 GIB = 2**30
@@ -116,6 +118,24 @@ class Sandbox:
         """The path that a named folder has inside."""
         return Path(self.places.get(path, path))
 
+    async def start_async(self, command: Sequence[str | Path], *, cwd: Path | None = None, limit: int) -> AsyncProcess:
+        """The same for a coroutine, with three pipes. `limit` is the longest line of an output in bytes."""
+        pipe = subprocess.PIPE
+        starting = asyncio.ensure_future(
+            asyncio.to_thread(self.start, command, stdin=pipe, stdout=pipe, stderr=pipe, cwd=cwd)
+        )
+        try:
+            process = await asyncio.shield(starting)
+        except asyncio.CancelledError:
+
+            def end(started: asyncio.Future[Process]) -> None:
+                if not started.cancelled() and started.exception() is None:
+                    started.result().kill()
+
+            starting.add_done_callback(end)
+            raise
+        return await AsyncProcess.of(process, limit)
+
     def inside_url(self, url: str) -> str:
         """The address of a server's URL inside. Addresses of other servers are returned as they are."""
         origin = origin_of(self.model_url)
@@ -138,10 +158,7 @@ class Sandbox:
 
     def readables(self) -> list[Path]:
         """The named paths that are read only, and Python's environment."""
-        python = {Path(sys.prefix), Path(sys.base_prefix), OURS}
-        return [Path(os.path.abspath(path)) for path in self.readable] + sorted(
-            path for path in python if not path.is_relative_to("/usr")
-        )
+        return [*(Path(os.path.abspath(path)) for path in self.readable), *python_paths()]
 
     def check(self) -> None:
         """Raises `ConfigError` for a folder that may not be named, or a network without a model."""
@@ -189,6 +206,15 @@ class Sandbox:
 
 
 @functools.cache
+def python_paths() -> tuple[Path, ...]:
+    """Python's environment: its folders, those of packages that a `.pth` file adds, and AgentJet's source."""
+    packages = [Path(place) for place in sys.path if Path(place).name in ("site-packages", "dist-packages")]
+    wanted = [path for path in (Path(sys.prefix), Path(sys.base_prefix), OURS, *packages) if path.is_dir()]
+    system = Path("/usr")
+    return tuple(path for path in dict.fromkeys(wanted) if not {system, *wanted}.intersection(path.parents))
+
+
+@functools.cache
 def system_mounts() -> tuple[str, ...]:
     """The arguments for programs and files of the system, which are the same for all sandboxes."""
     words = ["--ro-bind", str(etc_copy()), "/etc"]
@@ -199,23 +225,27 @@ def system_mounts() -> tuple[str, ...]:
 
 def etc_copy() -> Path:
     """A folder with what programs need of `/etc`: each mount costs more than all of these copies."""
-    place = Path(tempfile.mkdtemp(prefix="agentjet-sandbox-etc-"))
+    begin = "agentjet-sandbox-etc-"
+    for left in Path(tempfile.gettempdir()).glob(f"{begin}*"):  # By processes that were killed.
+        owner = left.name.removeprefix(begin).partition("-")[0]
+        if left.stat().st_uid == os.getuid() and not Path("/proc", owner).exists():
+            shutil.rmtree(left, ignore_errors=True)
+    place = Path(tempfile.mkdtemp(prefix=f"{begin}{os.getpid()}-"))
     atexit.register(shutil.rmtree, place, ignore_errors=True)
     for name in ETC:
         source, target = Path("/etc", name), place / name
         with suppress(OSError, shutil.Error):  # What this user may not read is left out.
-            target.parent.mkdir(parents=True, exist_ok=True)
             if source.is_dir():
                 shutil.copytree(source, target, symlinks=True)
             elif source.is_file():
+                target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(source, target)
-    users = [*USERS, os.getuid()] if os.getuid() == 0 else [os.getuid()]
-    (place / "passwd").write_text(
-        "root:x:0:0:root:/nonexistent:/bin/sh\nnobody:x:65534:65534:nobody:/nonexistent:/bin/false\n"
-        + "".join(f"{USER}:x:{uid}:{uid}:{USER}:/tmp:/bin/sh\n" for uid in users)
-    )
-    for folder in (place, *(path for path in place.rglob("*") if not path.is_symlink())):
-        folder.chmod(0o755 if folder.is_dir() else 0o644)
+    users = [*USERS, 0] if os.getuid() == 0 else [os.getuid()]
+    users_of = {uid: USER if uid else "root" for uid in users} | {65534: "nobody"}
+    (place / "passwd").write_text("".join(f"{name}:x:{uid}:{uid}::/tmp:/bin/sh\n" for uid, name in users_of.items()))
+    (place / "group").write_text("".join(f"{name}:x:{uid}:\n" for uid, name in users_of.items()))
+    for path in (place, *(path for path in place.rglob("*") if not path.is_symlink())):
+        path.chmod(0o755 if path.is_dir() else 0o644)
     return place
 
 
@@ -296,8 +326,7 @@ def check_accessible(paths: Sequence[Path]) -> None:
 
 def hidden(roots: Sequence[Path]) -> Iterator[Path]:
     """Data dirs of servers, and sockets, below the named folders. Looks at `MAX_LOOKED_AT` entries, nearest first."""
-    python = {Path(sys.prefix), Path(sys.base_prefix), OURS}
-    waiting, looked_at = deque(path for path in roots if path not in python), 0
+    waiting, looked_at = deque(path for path in roots if path not in python_paths()), 0
     while waiting and looked_at < MAX_LOOKED_AT:
         folder = waiting.popleft()
         if (folder / "runs" / DEFAULT_RUN).is_dir():
