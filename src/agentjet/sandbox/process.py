@@ -263,8 +263,8 @@ class _Watch:
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop()).result()
 
-    def follow(self, watched: _Watched) -> None:
-        outer, first = os.pidfd_open(watched.process.pid), os.pidfd_open(watched.process.first)
+    def follow(self, watched: _Watched, first: int) -> None:
+        outer = os.pidfd_open(watched.process.pid)
         asyncio.run_coroutine_threadsafe(watched.follow(outer, first), self.loop())
 
 
@@ -288,7 +288,8 @@ def launch(sandbox: Sandbox, command: list[str], streams: Streams, cwd: Path) ->
         if cgroup is not None:
             stack.callback(cgroup.remove)
         disk = disk_bytes(folders) if limits.disk is not None else 0
-        popen, first, listener = _Start(sandbox, command, cwd, user, cgroup).run(streams)
+        start = _Start(sandbox, command, cwd, user, cgroup)
+        popen, first, listener = start.run(streams)
         if listener is not None:
             from agentjet.sandbox.proxy import ModelProxy
 
@@ -296,7 +297,7 @@ def launch(sandbox: Sandbox, command: list[str], streams: Streams, cwd: Path) ->
             stack.callback(lambda: WATCH.run(proxy.close()))
             WATCH.run(proxy.start(listener))
         process = Process(popen, first, stack.pop_all())
-        WATCH.follow(_Watched(process, limits, folders, cgroup, disk))
+        WATCH.follow(_Watched(process, limits, folders, cgroup, disk), start.handle)
         return process
 
 
@@ -336,6 +337,8 @@ class _Start:
     cwd: Path
     user: int | None
     cgroup: Cgroup | None
+    handle: int = -1
+    """Descriptor of the first process."""
     passed: list[int] = field(default_factory=list)
     """Descriptors that bubblewrap inherits."""
 
@@ -360,6 +363,7 @@ class _Start:
                     for pipe in filter(None, (popen.stdin, popen.stdout, popen.stderr)):
                         os.fchown(pipe.fileno(), self.user, -1)  # So that it may open /dev/stdout.
                 first = first_process(popen, information)
+                self.handle = os.pidfd_open(first)  # Before it runs the command, which may end at once.
                 if self.cgroup is not None:
                     self.cgroup.add(first)
                 self._limit(first)
@@ -368,6 +372,8 @@ class _Start:
             except BaseException:
                 popen.kill()
                 popen.wait()
+                if self.handle >= 0:
+                    os.close(self.handle)
                 raise
 
     def _popen(self, words: list[str], streams: Streams) -> subprocess.Popen[bytes]:
