@@ -31,6 +31,8 @@ KEPT_OUTPUT = 64 * 1024
 """Bytes of the beginning, and of the end, of an output that are kept."""
 LINKED = ("bin", "lib", "lib32", "lib64", "sbin", "usr")
 """Folders of the system to which a link of the agent may lead."""
+NOT_STARTED = ("bwrap: ", "the sandbox could not be closed: ")
+"""Beginnings of an output that is the sandbox's, not the program's."""
 COPIED = (stat.S_ISREG, stat.S_ISDIR, stat.S_ISLNK)
 DEFAULT_MEMORY_MB, DEFAULT_STORAGE_MB = 2048, 1024
 CONTAINER_SECONDS = 60.0
@@ -112,7 +114,10 @@ class Sandboxes:
             code = process.wait()
         finally:
             process.kill()
-        return output.ran(code, process.exceeded)
+        ran = output.ran(code, process.exceeded)
+        if ran.code and ran.output.startswith(NOT_STARTED):
+            raise EnvironmentFailed(f"the sandbox could not be started: {ran.output.strip()[:500]}")
+        return ran
 
     def _sandbox(self, seconds: float, variables: Mapping[str, str]) -> Sandbox:
         tops = dict.fromkeys((*self.task.layout.tops(), "root", self.own))
