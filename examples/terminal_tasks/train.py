@@ -22,10 +22,13 @@ from agentjet.config import load_config
 from examples.terminal_tasks.make_tasks import NUM_HELD_OUT, make
 
 SETTINGS = Path(__file__).with_name("job.toml")
-CONCURRENCY = 32
+CONCURRENCY = 16
 """Episodes at the same time, each in a process."""
-PROMPT = "Choose the next command."
-TURNS = 3
+PROMPT = """\
+Write one shell command at a time.
+rm A deletes A. cp A B copies A to B. mv A B renames A to B. sort -o A A sorts the lines of A. \
+sed -i s/x/y/ A replaces x with y in A."""
+SETTINGS_OF_TASKS = {"max_turns": 3, "shows_commands": False, "system_prompt": PROMPT}
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
@@ -38,12 +41,11 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     if server_dir.exists():
         raise SystemExit(f"{server_dir} is there already: give another folder with --out, or remove it")
     make(tasks, num_held_out=options.tasks)
-    settings: dict[str, Any] = {"max_turns": TURNS, "processes": options.concurrency, "system_prompt": PROMPT}
     with (
         raise_on_signals(),
         ChildServer(SETTINGS, overrides, server_dir) as server,
         server.connect() as swarm,
-        environments.load(f"harbor:{tasks}", **settings) as terminal,
+        environments.load(f"harbor:{tasks}", processes=options.concurrency, **SETTINGS_OF_TASKS) as terminal,
     ):
         print(f"the server is ready; its log is {server.log}", flush=True)
         before = score(swarm, terminal, options.concurrency)

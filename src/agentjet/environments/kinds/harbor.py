@@ -25,7 +25,7 @@ from pydantic import Field, field_validator
 from agentjet.environments.environment import GIVEN
 from agentjet.environments.kind import EnvironmentFailed, EnvironmentTask, Kind, Split
 from agentjet.environments.kinds.harbor_folder import HarborTask, read
-from agentjet.environments.kinds.harbor_machines import Container, Machine, Sandboxes, check, remove
+from agentjet.environments.kinds.harbor_machines import PATH, Container, Machine, Sandboxes, check, remove
 from agentjet.environments.model import ContextFull, Model
 from agentjet.errors import ConfigError
 from agentjet.sandbox import programs
@@ -142,7 +142,8 @@ class Harbor(Kind):
         if not self.agent_command:
             return self._loop(task, machine, model, trajectory, seconds)
         command = self.agent_command.replace("{instruction}", shlex.quote(task.instruction))
-        variables = {name: os.environ[name] for name in (*GIVEN, "PATH") if name in os.environ}
+        variables = {name: os.environ[name] for name in GIVEN if name in os.environ}
+        variables["PATH"] = f"{PATH}:{os.environ.get('PATH', '')}"  # The program may lie in a folder of the user's.
         ran = machine.run(["bash", "-c", command], seconds, variables)
         trajectory.append({"command": self.agent_command, "output": ran.output, "code": ran.code, "end": ran.excess})
         if ran.code:

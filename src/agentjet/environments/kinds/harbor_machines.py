@@ -24,7 +24,7 @@ from agentjet.errors import ConfigError
 from agentjet.sandbox import Limits, Sandbox, missing
 
 MIB = 2**20
-SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+PATH = f"{sys.prefix}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 MAX_OUTPUT = 16 * MIB
 """Bytes that a command may print."""
 KEPT_OUTPUT = 64 * 1024
@@ -123,7 +123,7 @@ class Sandboxes:
         tops = dict.fromkeys((*self.task.layout.tops(), "root", self.own))
         places = {self.root / top: f"/{top}" for top in tops}
         places |= {self.root / "logs" / name: f"/logs/{name}" for name in self.logs}
-        own = {"PATH": f"{sys.prefix}/bin:{SYSTEM_PATH}", "HOME": self.home} | self.task.variables
+        own = {"PATH": PATH, "HOME": self.home} | self.task.variables
         limits = Limits(
             memory=(self.task.memory_mb or DEFAULT_MEMORY_MB) * MIB,
             disk=(self.task.storage_mb or DEFAULT_STORAGE_MB) * MIB,
