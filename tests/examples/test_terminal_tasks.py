@@ -100,7 +100,7 @@ def test_every_step_can_be_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_the_run_shortened(tmp_path: Path) -> None:
     need("bubblewrap")
-    sets = set_options(make_model(tmp_path / "model", template="qwen3"), max_steps=1, batch_size=2, group_size=2)
+    sets = set_options(make_model(tmp_path / "model", template="chatml"), max_steps=1, batch_size=2, group_size=2)
     sets += ["--set", "job.max_tokens=100"]
     out = tmp_path / "out"
     result = main(["--out", str(out), "--tasks", "3", "--concurrency", "3", "--seed", "3", *sets])
