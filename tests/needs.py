@@ -35,16 +35,16 @@ def has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
-def has_landlock() -> bool:
-    from agentjet.research import landlock
-
-    return bool(landlock.version())
-
-
 def has_bubblewrap() -> bool:
     from agentjet import sandbox
 
     return not sandbox.missing()
+
+
+def has_docker() -> bool:
+    from agentjet.environments.kinds.harbor_machines import container_program
+
+    return bool(container_program())
 
 
 def has_vllm() -> bool:
@@ -59,13 +59,13 @@ NEEDS: dict[str, tuple[Callable[[], bool], str]] = {
     "compiler": (partial(has_program, "g++"), "a C++ compiler: apt-get install g++"),
     "cpu": (lambda: True, "a CPU"),
     "cuda": (has_cuda, "a CUDA device"),
+    "docker": (has_docker, "docker or podman that works: apt-get install podman"),
     "gymnasium": (partial(has_packages, "gymnasium"), "Gymnasium: pip install gymnasium"),
     "inspect": (partial(has_packages, "inspect_ai"), "inspect: pip install inspect-ai"),
     "ipykernel": (
         partial(has_packages, "ipykernel", "jupyter_client"),
         "a kernel of Jupyter: pip install ipykernel",
     ),
-    "landlock": (has_landlock, "a Linux kernel with Landlock"),
     "mcp": (partial(has_packages, "mcp"), "the SDK of MCP: pip install mcp"),
     "mistral-common": (
         partial(has_packages, "mistral_common", "jsonschema"),

@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 SAMPLE_SECONDS = 0.1
+POLL_SECONDS = 0.02
 START_SECONDS = 30.0
 """Longest start. It reads the folders that bubblewrap mounts, which may be on a network."""
 USERS = range(60_578, 61_184)
@@ -105,6 +107,42 @@ class Process:
         finally:
             self.returncode = code
             self._ended.set()
+
+
+class AsyncProcess:
+    """The same for a coroutine, with the interface of `asyncio.subprocess.Process` for a program with three pipes."""
+
+    def __init__(self, process: Process, stdin: asyncio.StreamWriter, *outputs: asyncio.StreamReader) -> None:
+        self.process, self.stdin = process, stdin
+        self.stdout, self.stderr = outputs
+
+    @classmethod
+    async def of(cls, process: Process, limit: int) -> AsyncProcess:
+        """`limit` is the longest line of an output in bytes."""
+        loop, outputs = asyncio.get_running_loop(), []
+        for pipe in (process.stdout, process.stderr):
+            reader = asyncio.StreamReader(limit=limit)
+            await loop.connect_read_pipe(partial(asyncio.StreamReaderProtocol, reader), pipe)
+            outputs.append(reader)
+        protocol = asyncio.StreamReaderProtocol(asyncio.StreamReader())
+        transport, _ = await loop.connect_write_pipe(lambda: protocol, process.stdin)
+        return cls(process, asyncio.StreamWriter(transport, protocol, None, loop), *outputs)
+
+    @property
+    def returncode(self) -> int | None:
+        return self.process.poll()
+
+    @property
+    def exceeded(self) -> str:
+        return self.process.exceeded
+
+    def kill(self) -> None:
+        self.process.kill()
+
+    async def wait(self) -> int:
+        while (code := self.process.poll()) is None:
+            await asyncio.sleep(POLL_SECONDS)
+        return code
 
 
 # ---- the watch -------------------------------------------------------------------------------------------------------
@@ -225,8 +263,8 @@ class _Watch:
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop()).result()
 
-    def follow(self, watched: _Watched) -> None:
-        outer, first = os.pidfd_open(watched.process.pid), os.pidfd_open(watched.process.first)
+    def follow(self, watched: _Watched, first: int) -> None:
+        outer = os.pidfd_open(watched.process.pid)
         asyncio.run_coroutine_threadsafe(watched.follow(outer, first), self.loop())
 
 
@@ -250,7 +288,8 @@ def launch(sandbox: Sandbox, command: list[str], streams: Streams, cwd: Path) ->
         if cgroup is not None:
             stack.callback(cgroup.remove)
         disk = disk_bytes(folders) if limits.disk is not None else 0
-        popen, first, listener = _Start(sandbox, command, cwd, user, cgroup).run(streams)
+        start = _Start(sandbox, command, cwd, user, cgroup)
+        popen, first, listener = start.run(streams)
         if listener is not None:
             from agentjet.sandbox.proxy import ModelProxy
 
@@ -258,7 +297,7 @@ def launch(sandbox: Sandbox, command: list[str], streams: Streams, cwd: Path) ->
             stack.callback(lambda: WATCH.run(proxy.close()))
             WATCH.run(proxy.start(listener))
         process = Process(popen, first, stack.pop_all())
-        WATCH.follow(_Watched(process, limits, folders, cgroup, disk))
+        WATCH.follow(_Watched(process, limits, folders, cgroup, disk), start.handle)
         return process
 
 
@@ -298,6 +337,8 @@ class _Start:
     cwd: Path
     user: int | None
     cgroup: Cgroup | None
+    handle: int = -1
+    """Descriptor of the first process."""
     passed: list[int] = field(default_factory=list)
     """Descriptors that bubblewrap inherits."""
 
@@ -322,6 +363,7 @@ class _Start:
                     for pipe in filter(None, (popen.stdin, popen.stdout, popen.stderr)):
                         os.fchown(pipe.fileno(), self.user, -1)  # So that it may open /dev/stdout.
                 first = first_process(popen, information)
+                self.handle = os.pidfd_open(first)  # Before it runs the command, which may end at once.
                 if self.cgroup is not None:
                     self.cgroup.add(first)
                 self._limit(first)
@@ -330,6 +372,8 @@ class _Start:
             except BaseException:
                 popen.kill()
                 popen.wait()
+                if self.handle >= 0:
+                    os.close(self.handle)
                 raise
 
     def _popen(self, words: list[str], streams: Streams) -> subprocess.Popen[bytes]:
@@ -363,8 +407,10 @@ class _Start:
             words += ["--setenv", name, value]
         arguments = b"\0".join(map(os.fsencode, words)) + b"\0"
         inner = [interpreter(), "-I", "-S", "-E", inside_file(), str(self.user or 0)]
-        inner += [str(channel if sandbox.network == "model" else 0), str(PORT), str(self.cwd), "--"]
-        inner += [*map(str, sandbox.writables()), "--", *map(str, sandbox.readables()), "--", *self.command]
+        inner += [str(channel if sandbox.network == "model" else 0), str(PORT), str(sandbox.inside(self.cwd)), "--"]
+        for folders in (sandbox.writables(), sandbox.readables()):
+            inner += [*map(str, map(sandbox.inside, folders)), "--"]
+        inner += self.command
         return [bubblewrap(), "--args", str(self._content(arguments)), "--", *inner]
 
     def _limit(self, pid: int) -> None:

@@ -11,12 +11,14 @@ lie beneath (`inside.py`, `filter.py`). `process.py` starts and watches it, `pro
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import functools
 import os
 import pwd
 import shutil
 import stat
+import subprocess
 import sys
 import tempfile
 from collections import deque
@@ -29,7 +31,7 @@ from urllib.parse import urlsplit
 
 from agentjet.errors import ConfigError
 from agentjet.sandbox.check import missing
-from agentjet.sandbox.process import PORT, USER, USERS, Process, Streams, launch
+from agentjet.sandbox.process import PORT, USER, USERS, AsyncProcess, Process, Streams, launch
 from agentjet.types import DEFAULT_RUN
 
 GIB = 2**30
@@ -84,6 +86,8 @@ class Sandbox:
     """The working directory, writable. HOME, unless `variables` has another."""
     readable: tuple[Path, ...] = ()
     writable: tuple[Path, ...] = ()
+    places: Mapping[Path, str] = field(default_factory=dict)
+    """Absolute paths that named folders have inside. Default: the same as outside."""
     network: Literal["none", "model", "open"] = "none"
     """`model`: requests below `model_url` only. `open`: the machine's network, for programs that need a provider."""
     model_url: str = ""
@@ -110,6 +114,28 @@ class Sandbox:
         self.check()
         return launch(self, [os.fspath(word) for word in command], Streams(stdin, stdout, stderr), cwd or self.folder)
 
+    def inside(self, path: Path) -> Path:
+        """The path that a named folder has inside."""
+        return Path(self.places.get(path, path))
+
+    async def start_async(self, command: Sequence[str | Path], *, cwd: Path | None = None, limit: int) -> AsyncProcess:
+        """The same for a coroutine, with three pipes. `limit` is the longest line of an output in bytes."""
+        pipe = subprocess.PIPE
+        starting = asyncio.ensure_future(
+            asyncio.to_thread(self.start, command, stdin=pipe, stdout=pipe, stderr=pipe, cwd=cwd)
+        )
+        try:
+            process = await asyncio.shield(starting)
+        except asyncio.CancelledError:
+
+            def end(started: asyncio.Future[Process]) -> None:
+                if not started.cancelled() and started.exception() is None:
+                    started.result().kill()
+
+            starting.add_done_callback(end)
+            raise
+        return await AsyncProcess.of(process, limit)
+
     def inside_url(self, url: str) -> str:
         """The address of a server's URL inside. Addresses of other servers are returned as they are."""
         origin = origin_of(self.model_url)
@@ -120,7 +146,7 @@ class Sandbox:
     def environment(self) -> dict[str, str]:
         """The environment of the program."""
         inherited = {name: os.environ[name] for name in INHERITED if name in os.environ}
-        own = {"HOME": str(self.folder), "TMPDIR": "/tmp", "USER": USER, "LOGNAME": USER}
+        own = {"HOME": str(self.inside(self.folder)), "TMPDIR": "/tmp", "USER": USER, "LOGNAME": USER}
         given = {name: self.inside_url(value) for name, value in self.variables.items()}
         return {"LANG": "C.UTF-8", **inherited, **own, **given}
 
@@ -132,10 +158,7 @@ class Sandbox:
 
     def readables(self) -> list[Path]:
         """The named paths that are read only, and Python's environment."""
-        python = {Path(sys.prefix), Path(sys.base_prefix), OURS}
-        return [Path(os.path.abspath(path)) for path in self.readable] + sorted(
-            path for path in python if not path.is_relative_to("/usr")
-        )
+        return [*(Path(os.path.abspath(path)) for path in self.readable), *python_paths()]
 
     def check(self) -> None:
         """Raises `ConfigError` for a folder that may not be named, or a network without a model."""
@@ -143,6 +166,9 @@ class Sandbox:
             value = getattr(self, name)
             for path in (value,) if isinstance(value, Path) else value:
                 check_named(name, path)
+        for path, inside in self.places.items():
+            if path not in (*self.writables(), *self.readable) or not is_free(inside):
+                raise ConfigError(f"sandbox: {path} at {inside!r}: name the folder, and a place outside of the system")
         for path in self.writables():
             if not path.is_dir():
                 raise ConfigError(f"sandbox: {path} is not a folder: name a folder to write to")
@@ -163,15 +189,29 @@ class Sandbox:
         words += ["--proc", "/proc", "--dev", "/dev", "--perms", "1777", "--size", str(size), "--tmpfs", "/dev/shm"]
         words += ["--perms", "1777", "--size", str(size), "--tmpfs", "/tmp"]
         binds = dict.fromkeys(self.readables(), "--ro-bind") | dict.fromkeys(self.writables(), "--bind")
-        binds = {**{path.resolve(): kind for path, kind in binds.items()}, **binds}  # Both names of a link's target.
+        # Both names of a link's target.
+        real = {path.resolve(): kind for path, kind in binds.items() if path not in self.places}
+        sources = {self.inside(path): path for path in {**real, **binds}}
+        binds = {self.inside(path): kind for path, kind in {**real, **binds}.items()}
         # Folders above them would be closed to other users if the bound folder is.
         above = {parent for path in binds for parent in path.parents} - {Path("/"), Path("/tmp"), Path("/usr")}
         for path in sorted(binds.keys() | above, key=lambda path: (len(path.parts), path)):
-            words += [binds[path], str(path), str(path)] if path in binds else ["--perms", "0755", "--dir", str(path)]
-        for path in hidden(sorted(binds)):
-            is_folder = path.is_dir()
-            words += ["--perms", "0000", "--tmpfs", str(path)] if is_folder else ["--ro-bind", "/dev/null", str(path)]
+            bind = [binds[path], str(sources[path])] if path in binds else ["--perms", "0755", "--dir"]
+            words += [*bind, str(path)]
+        for place, source in sources.items():
+            for path in hidden([source]):
+                inside = str(place / path.relative_to(source))
+                words += ["--perms", "0000", "--tmpfs", inside] if path.is_dir() else ["--ro-bind", "/dev/null", inside]
         return [*words, "--remount-ro", "/dev", "--remount-ro", "/"]
+
+
+@functools.cache
+def python_paths() -> tuple[Path, ...]:
+    """Python's environment: its folders, those of packages that a `.pth` file adds, and AgentJet's source."""
+    packages = [Path(place) for place in sys.path if Path(place).name in ("site-packages", "dist-packages")]
+    wanted = [path for path in (Path(sys.prefix), Path(sys.base_prefix), OURS, *packages) if path.is_dir()]
+    system = Path("/usr")
+    return tuple(path for path in dict.fromkeys(wanted) if not {system, *wanted}.intersection(path.parents))
 
 
 @functools.cache
@@ -185,24 +225,36 @@ def system_mounts() -> tuple[str, ...]:
 
 def etc_copy() -> Path:
     """A folder with what programs need of `/etc`: each mount costs more than all of these copies."""
-    place = Path(tempfile.mkdtemp(prefix="agentjet-sandbox-etc-"))
+    begin = "agentjet-sandbox-etc-"
+    for left in Path(tempfile.gettempdir()).glob(f"{begin}*"):  # By processes that were killed.
+        owner = left.name.removeprefix(begin).partition("-")[0]
+        if left.stat().st_uid == os.getuid() and not Path("/proc", owner).exists():
+            shutil.rmtree(left, ignore_errors=True)
+    place = Path(tempfile.mkdtemp(prefix=f"{begin}{os.getpid()}-"))
     atexit.register(shutil.rmtree, place, ignore_errors=True)
     for name in ETC:
         source, target = Path("/etc", name), place / name
         with suppress(OSError, shutil.Error):  # What this user may not read is left out.
-            target.parent.mkdir(parents=True, exist_ok=True)
             if source.is_dir():
                 shutil.copytree(source, target, symlinks=True)
             elif source.is_file():
+                target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(source, target)
-    users = [*USERS, os.getuid()] if os.getuid() == 0 else [os.getuid()]
-    (place / "passwd").write_text(
-        "root:x:0:0:root:/nonexistent:/bin/sh\nnobody:x:65534:65534:nobody:/nonexistent:/bin/false\n"
-        + "".join(f"{USER}:x:{uid}:{uid}:{USER}:/tmp:/bin/sh\n" for uid in users)
-    )
-    for folder in (place, *(path for path in place.rglob("*") if not path.is_symlink())):
-        folder.chmod(0o755 if folder.is_dir() else 0o644)
+    users = [*USERS, 0] if os.getuid() == 0 else [os.getuid()]
+    users_of = {uid: USER if uid else "root" for uid in users} | {65534: "nobody"}
+    (place / "passwd").write_text("".join(f"{name}:x:{uid}:{uid}::/tmp:/bin/sh\n" for uid, name in users_of.items()))
+    (place / "group").write_text("".join(f"{name}:x:{uid}:\n" for uid, name in users_of.items()))
+    for path in (place, *(path for path in place.rglob("*") if not path.is_symlink())):
+        path.chmod(0o755 if path.is_dir() else 0o644)
     return place
+
+
+def is_free(path: str) -> bool:
+    """True if a folder may appear there: neither in the system nor above it."""
+    taken = [Path(name) for name in (*SYSTEM, "/etc", "/proc", "/dev", "/sys")]
+    place = Path(path)
+    is_plain = place.is_absolute() and ".." not in place.parts and len(place.parts) > 1
+    return is_plain and not any(place.is_relative_to(folder) for folder in taken)
 
 
 def origin_of(url: str) -> str:
@@ -274,8 +326,7 @@ def check_accessible(paths: Sequence[Path]) -> None:
 
 def hidden(roots: Sequence[Path]) -> Iterator[Path]:
     """Data dirs of servers, and sockets, below the named folders. Looks at `MAX_LOOKED_AT` entries, nearest first."""
-    python = {Path(sys.prefix), Path(sys.base_prefix), OURS}
-    waiting, looked_at = deque(path for path in roots if path not in python), 0
+    waiting, looked_at = deque(path for path in roots if path not in python_paths()), 0
     while waiting and looked_at < MAX_LOOKED_AT:
         folder = waiting.popleft()
         if (folder / "runs" / DEFAULT_RUN).is_dir():
@@ -290,5 +341,5 @@ def hidden(roots: Sequence[Path]) -> Iterator[Path]:
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):
                 waiting.append(Path(entry.path))
-            elif not entry.is_file() and not entry.is_symlink() and stat.S_ISSOCK(entry.stat().st_mode):
+            elif not entry.is_file(follow_symlinks=False) and stat.S_ISSOCK(entry.stat(follow_symlinks=False).st_mode):
                 yield Path(entry.path)
