@@ -38,8 +38,8 @@ def load(task_file: Path) -> Environment:
         strict=True,
         shared=True,
         max_turns=2,
-        max_tokens=32,
-        processes=8,
+        max_tokens=40,
+        processes=16,
     )
 
 
