@@ -185,7 +185,7 @@ class Sandbox:
     def mounts(self) -> list[str]:
         """The arguments of bubblewrap that make the file system."""
         size = min(MAX_PRIVATE_BYTES, (self.limits.memory or GIB * 4) // 4)
-        words = list(system_mounts())
+        words = list(system_mounts(os.getpid()))
         words += ["--proc", "/proc", "--dev", "/dev", "--perms", "1777", "--size", str(size), "--tmpfs", "/dev/shm"]
         words += ["--perms", "1777", "--size", str(size), "--tmpfs", "/tmp"]
         binds = dict.fromkeys(self.readables(), "--ro-bind") | dict.fromkeys(self.writables(), "--bind")
@@ -215,23 +215,24 @@ def python_paths() -> tuple[Path, ...]:
 
 
 @functools.cache
-def system_mounts() -> tuple[str, ...]:
-    """The arguments for programs and files of the system, which are the same for all sandboxes."""
-    words = ["--ro-bind", str(etc_copy()), "/etc"]
+def system_mounts(process: int) -> tuple[str, ...]:
+    """The arguments for programs and files of the system, which are the same for all sandboxes of a process."""
+    words = ["--ro-bind", str(etc_copy(process)), "/etc"]
     for path in SYSTEM:
         words += ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind-try", path, path]
     return tuple(words)
 
 
-def etc_copy() -> Path:
+def etc_copy(process: int) -> Path:
     """A folder with what programs need of `/etc`: each mount costs more than all of these copies."""
     begin = "agentjet-sandbox-etc-"
     for left in Path(tempfile.gettempdir()).glob(f"{begin}*"):  # By processes that were killed.
         owner = left.name.removeprefix(begin).partition("-")[0]
-        if left.stat().st_uid == os.getuid() and not Path("/proc", owner).exists():
-            shutil.rmtree(left, ignore_errors=True)
-    place = Path(tempfile.mkdtemp(prefix=f"{begin}{os.getpid()}-"))
-    atexit.register(shutil.rmtree, place, ignore_errors=True)
+        with suppress(OSError):  # Another process may have removed it.
+            if left.stat().st_uid == os.getuid() and not Path("/proc", owner).exists():
+                shutil.rmtree(left, ignore_errors=True)
+    place = Path(tempfile.mkdtemp(prefix=f"{begin}{process}-"))
+    atexit.register(lambda: os.getpid() == process and shutil.rmtree(place, ignore_errors=True))  # Not in a fork.
     for name in ETC:
         source, target = Path("/etc", name), place / name
         with suppress(OSError, shutil.Error):  # What this user may not read is left out.
