@@ -35,6 +35,9 @@ UNREAD = {
     "/swarm/v1/studies/{name}": "a study, not a run: tests/cli/test_look.py",
     "/": "the page, a static file: tests/page",
     "/ui/{digest}/{name:path}": "a static file: tests/page",
+    **dict.fromkeys(
+        ("/inference/v1/{path:path}", "/k/{key}/inference/v1/{path:path}"), "a refusal: tests/server/test_generate.py"
+    ),
 }
 """Routes without a recorded answer, and why."""
 
