@@ -12,7 +12,9 @@ from agentjet.environments import Environment
 from agentjet.types import Reward, Task
 from tests.fakes import saying
 from tests.server.serving import TOKEN, Served, in_thread, serving
+from tests.tiny import make_model_info
 
+TEMPLATE = "qwen3"  # A model with tools.
 Play = Callable[[Environment, Task], Reward]
 
 
@@ -20,7 +22,9 @@ Play = Callable[[Environment, Task], Reward]
 def episodes(reply: Callable[[str], str]) -> Iterator[tuple[Play, Served]]:
     """Yields a function that plays one episode, and the server. `reply` gets the prompt as text."""
     with tempfile.TemporaryDirectory() as folder:
-        server = serving(Path(folder, "data"), saying(reply), job={"max_tokens": 128}, call_timeout=30.0)
+        card = make_model_info(Path(folder, "tokenizer"), TEMPLATE, tool_format="hermes")
+        script = saying(reply, TEMPLATE)
+        server = serving(Path(folder, "data"), script, card=card, job={"max_tokens": 128}, call_timeout=30.0)
         with in_thread(server) as (served, loop):
 
             async def play(environment: Environment, task: Task) -> Reward:

@@ -19,6 +19,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from http import HTTPStatus
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any, ClassVar
@@ -36,6 +37,7 @@ START_SECONDS = 120.0
 KEPT_LINES = 30
 LONGEST_LINE = 1000
 PAUSE_SECONDS = 0.2
+MISSING = (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED, HTTPStatus.NOT_IMPLEMENTED)
 TEXT = {"type", "title", "description", "default"}
 """Keys of the schema of a text without restrictions."""
 MANIFEST = "openenv.yaml"
@@ -272,7 +274,7 @@ class Server:
         try:
             with httpx.Client(trust_env=not is_local, timeout=30.0) as client:
                 answer = client.get(self.url + path) if body is None else client.post(self.url + path, json=body)
-            if path != "/schema" and answer.status_code in (404, 405, 501):
+            if path != "/schema" and answer.status_code in MISSING:
                 return None
             answer.raise_for_status()
             found = answer.json()
@@ -304,7 +306,7 @@ class Server:
 
 def _started(folder: Path, app: str, reward_range: tuple[float, float] | None) -> Server:
     """Starts a server. It gets no variables of the episode, which would be those of its first episode only."""
-    command = [sys.executable, "-m", "uvicorn", app, "--host", "127.0.0.1", "--port", "0", "--no-access-log"]
+    command = [sys.executable, "-P", "-m", "uvicorn", app, "--host", "127.0.0.1", "--port", "0", "--no-access-log"]
     variables = {name: value for name, value in os.environ.items() if not name.startswith(("OPENAI_", "ANTHROPIC_"))}
     process = subprocess.Popen(
         command,

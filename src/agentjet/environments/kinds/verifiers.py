@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from importlib.metadata import distributions
 from pathlib import Path
+from sys import executable
 from typing import Any, ClassVar
 
 from pydantic import Field, PrivateAttr, ValidationError
@@ -192,7 +193,7 @@ def _check_taskset(vf: Any, target: str, name: str) -> None:
     except ModuleNotFoundError as error:
         missing = getattr(error.__cause__, "name", None) or error.name or ""
         if missing and missing.split(".")[-1] != name.rsplit("/", 1)[-1].split("@")[0].replace("-", "_").lower():
-            raise ConfigError(f"{target} needs the package {missing}: {sys.executable} -m pip install it") from None
+            raise ConfigError(f"{target} needs the package {missing}: install it in the same Python") from None
         way_out = did_you_mean(name, _installed(), "install its package, or give a file such as ./my_tasks.py")
         raise ConfigError(f"there is no taskset {target!r}; {way_out}") from None
     names = getattr(module, "__all__", ())
@@ -240,4 +241,4 @@ def _run_chats_with_this_python() -> None:
         new = path.with_suffix(f".{os.getpid()}.tmp")
         new.write_bytes(program)
         new.replace(path)  # Other processes may run it now.
-    SubprocessRuntime._interpreters[str(path)] = sys.executable
+    SubprocessRuntime._interpreters[str(path)] = executable
