@@ -32,7 +32,7 @@ MAX_LINES = 900
 PROTOCOLS = {"Sampler", "Learner", "Compute"}
 PRIMITIVES = {"load_batch", "forward_backward", "optim_step"}
 """Operations that the server asks for through `protocol.learn`."""
-HTTP = {"protocol", "front", "server", "sandbox", "client", "cli", "research"}
+HTTP = {"protocol", "front", "server", "sandbox", "client", "environments", "cli", "research"}
 VAGUE = {"utils", "util", "helpers", "misc", "common"}
 
 
@@ -83,7 +83,7 @@ PACKAGES = {
     "environments": rule(
         f"{VOCABULARY} section sandbox client",
         "httpx pydantic",
-        lazy="gymnasium inspect_ai mcp numpy openai openenv reasoning_gym scienceworld textarena verifiers",
+        lazy="anyio gymnasium inspect_ai mcp mcp_types numpy openai openenv reasoning_gym scienceworld textarena verifiers",
     ),
     "trackers": rule(VOCABULARY, lazy="mlflow tensorboardX trackio wandb"),
     "research": rule(

@@ -85,7 +85,7 @@ class Inspect(Kind):
         name = self.tool_sandbox or (spec.type if spec is not None else "")
         if name == "docker" and shutil.which("docker") is None:
             raise ConfigError(
-                f"the sample {_id(sample)} of {self.target} needs inspect's sandbox {name!r}, which Docker Engine gives: "
+                f"the sample {_id(sample)} of {self.target} needs inspect's sandbox {name!r}, from Docker: "
                 "install it, or set tool_sandbox=local, which isolates nothing"
             )
 
