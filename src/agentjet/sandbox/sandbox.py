@@ -218,7 +218,12 @@ def etc_copy(process: int) -> Path:
             if left.stat().st_uid == os.getuid() and not Path("/proc", owner).exists():
                 shutil.rmtree(left, ignore_errors=True)
     place = Path(tempfile.mkdtemp(prefix=f"{begin}{process}-"))
-    atexit.register(lambda: os.getpid() == process and shutil.rmtree(place, ignore_errors=True))  # Not in a fork.
+
+    def remove() -> None:
+        if os.getpid() == process:  # Not in a fork.
+            shutil.rmtree(place, ignore_errors=True)
+
+    atexit.register(remove)
     for name in ETC:
         source, target = Path("/etc", name), place / name
         with suppress(OSError, shutil.Error):  # What this user may not read is left out.
