@@ -684,7 +684,7 @@ class Bait:
         """The files, whole, and the processes that must not change."""
         found: dict[str, Any] = {}
         top = [path for path in self.folder.iterdir() if path.name != "work"]
-        for path in (*top, *(inner for path in top if path.is_dir() for inner in path.rglob("*"))):
+        for path in (*top, *(inner for one in top if one.is_dir() for inner in one.rglob("*"))):
             status = path.lstat()
             is_file = stat.S_ISREG(status.st_mode)
             facts = (status.st_mode, status.st_uid, os.listxattr(path, follow_symlinks=False))
