@@ -35,12 +35,6 @@ def has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
-def has_landlock() -> bool:
-    from agentjet.research import landlock
-
-    return bool(landlock.version())
-
-
 def has_bubblewrap() -> bool:
     from agentjet import sandbox
 
@@ -65,7 +59,6 @@ NEEDS: dict[str, tuple[Callable[[], bool], str]] = {
         partial(has_packages, "ipykernel", "jupyter_client"),
         "a kernel of Jupyter: pip install ipykernel",
     ),
-    "landlock": (has_landlock, "a Linux kernel with Landlock"),
     "mcp": (partial(has_packages, "mcp"), "the SDK of MCP: pip install mcp"),
     "mistral-common": (
         partial(has_packages, "mistral_common", "jsonschema"),

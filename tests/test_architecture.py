@@ -86,7 +86,9 @@ PACKAGES = {
         lazy="gymnasium inspect_ai mcp numpy openai openenv reasoning_gym scienceworld textarena verifiers",
     ),
     "trackers": rule(VOCABULARY, lazy="mlflow tensorboardX trackio wandb"),
-    "research": rule(f"{VOCABULARY} database config sandbox client", "jinja2 markdown_it numpy pydantic scipy", lazy="httpx"),
+    "research": rule(
+        f"{VOCABULARY} database config sandbox client", "jinja2 markdown_it numpy pydantic scipy", lazy="httpx"
+    ),
     "__init__": rule(f"{VOCABULARY} client"),
 }
 COMMAND_LINE = rule(

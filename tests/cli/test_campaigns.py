@@ -38,7 +38,7 @@ def research(*arguments: object) -> str:
         (["--budget", "nanruns"], "budget = 'nanruns': give hours or full runs"),
         (["--budget", "1000000000runs"], "runs = 1000000000.0, hours = None: give one of them, more than 0, at most"),
         (["--budget", "0h"], "budget: runs = None, hours = 0.0: give one of them, more than 0"),
-        (["--agent-env", "HOME"], "--agent-env needs --agent-cli"),
+        (["--agent-env", "HOME"], "--agent-env and --agent-url need --agent-cli"),
         (["--agent-cli", "nosuchcmd -p"], "there is no program 'nosuchcmd'"),
         (["--budget", "3runs"], "give 10 runs or more"),
         (["--llm", "127.0.0.1:8000"], "is not a URL"),

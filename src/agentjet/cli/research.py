@@ -364,7 +364,10 @@ def finding_message(log: StudyLog, finding: Finding) -> str:
 
 # ---- campaigns -------------------------------------------------------------------------------------------------------
 
-UNSANDBOXED = "this kernel has no Landlock (Linux 5.13), so the arms' code runs with the rights of this user"
+UNSANDBOXED = "the arms' code runs with the rights of this user (--unsafe): "
+Unsafe = Annotated[
+    bool, Option("--unsafe", help="Where no sandbox can be made, run arms and coding agents with your rights.")
+]
 
 
 @dataclass(frozen=True)
@@ -390,10 +393,18 @@ class Proposers:
         list[str] | None,
         Option("--agent-env", metavar="NAME", help="Variable that the coding agent gets, such as that of its key."),
     ] = None
+    agent_url: Annotated[
+        str,
+        Option(
+            "--agent-url",
+            metavar="URL",
+            help="The only server that the coding agent reaches; variables with this URL lead there. Default: any.",
+        ),
+    ] = ""
 
-    def of(self, folder: Path) -> list[Proposer]:
+    def of(self, folder: Path, unsafe: bool = False) -> list[Proposer]:
         """The proposers of the campaign in a folder. Raises `ConfigError`."""
-        return [*self._language_models(folder), *self._coding_agents()]
+        return [*self._language_models(folder), *self._coding_agents(unsafe)]
 
     def _language_models(self, folder: Path) -> Iterator[Proposer]:
         from agentjet.research.campaign.proposers import LanguageModel, LlmEndpoint, ReplayedModel, replies_in
@@ -420,13 +431,13 @@ class Proposers:
             key = key_of(self.llm_key_file) if self.llm_key_file else ""
             yield LanguageModel(LlmEndpoint(llm, self.llm_model, key, self.llm_api), record, self.papers)
 
-    def _coding_agents(self) -> Iterator[Proposer]:
+    def _coding_agents(self, unsafe: bool) -> Iterator[Proposer]:
         from agentjet.research.campaign.proposers import CodingAgent
 
         names = self.agent_env or []
         if self.agent_cli is None:
-            if names:
-                raise ConfigError("--agent-env needs --agent-cli")
+            if names or self.agent_url:
+                raise ConfigError("--agent-env and --agent-url need --agent-cli")
             return
         if missing := [name for name in names if name not in os.environ]:
             raise ConfigError(f"--agent-env {missing[0]}: this variable is not set")
@@ -437,7 +448,12 @@ class Proposers:
             raise ConfigError(f"{given}: {error}; quote it as a shell would") from None
         if shutil.which(command[0]) is None:
             raise ConfigError(f"{given}: there is no program {command[0]!r}: install it, or correct it")
-        yield CodingAgent(command, environment={name: os.environ[name] for name in names})
+        if self.agent_url and not self.agent_url.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"--agent-url {self.agent_url!r} is not a URL: give one such as https://api.anthropic.com"
+            )
+        environment = {name: os.environ[name] for name in names}
+        yield CodingAgent(command, environment=environment, url=self.agent_url, unsafe=unsafe)
 
 
 def key_of(file: Path) -> str:
@@ -462,6 +478,7 @@ def start(
     proposers: Proposers,
     out: Annotated[Path, Option(help="Folder of the campaign, which must be new.")] = Path("campaign"),
     seed: Annotated[int, Option(help="Seed from which all seeds of the campaign are derived.")] = 0,
+    unsafe: Unsafe = False,
 ) -> None:
     """Start a campaign: find out why an agent does not learn better, and mend it. Ctrl-C stops it; `resume` continues.
 
@@ -473,6 +490,7 @@ def start(
     from agentjet.research.campaign.subject_repo import SubjectRepo, read_subject
     from agentjet.research.journal import StudyFolder
 
+    check_sandbox(unsafe)
     check_topic(topic, is_read=proposers.llm is not None or proposers.agent_cli is not None)
     question = Question(topic, Budget.parse(budget), seed)
     if (out / NOTEBOOK).exists():
@@ -480,13 +498,21 @@ def start(
             f"--out {out}: a campaign is there: continue it with agentjet research resume {out}, or, if it has ended "
             "or cannot go on, start with another --out"
         )
-    asked, slots = proposers.of(out), servers.slots()
+    asked, slots = proposers.of(out, unsafe), servers.slots()
     check_model_name(read_subject(subject).model, f"{subject}: model =")
     StudyFolder(out).make()
     if any(out.iterdir()) and not (out / SOURCE).exists():
         raise ConfigError(f"--out {out} is not an empty folder: choose another one")
-    repo = SubjectRepo.create(out, subject)
-    conduct(out, slots, asked, replace(question, evaluator=repo.judge_hash, equal=repo.equal))
+    repo = SubjectRepo.create(out, subject, unsafe=unsafe)
+    conduct(out, slots, asked, replace(question, evaluator=repo.judge_hash, equal=repo.equal), unsafe=unsafe)
+
+
+def check_sandbox(unsafe: bool) -> None:
+    """Raises `ConfigError` where no sandbox can be made, unless the user accepts that."""
+    from agentjet.sandbox import missing
+
+    if (reason := missing()) and not unsafe:
+        raise ConfigError(f"a campaign runs code that nobody has read: {reason}; or run it with your rights (--unsafe)")
 
 
 def check_topic(topic: str, is_read: bool) -> None:
@@ -500,31 +526,37 @@ def check_topic(topic: str, is_read: bool) -> None:
         raise ConfigError(f"--topic {topic!r}: {OFFLINE} Give an English title, or a language model (--llm)")
 
 
-def resume(folder: CampaignFolder, servers: Servers, proposers: Proposers) -> None:
+def resume(folder: CampaignFolder, servers: Servers, proposers: Proposers, unsafe: Unsafe = False) -> None:
     """Continue a campaign that was interrupted or killed. Give the options of servers and language models again."""
     if not (folder / NOTEBOOK).exists():
         raise ConfigError(f"{folder}: there is no campaign: begin one with agentjet research start")
     if not (folder / SOURCE).exists():
         raise ConfigError(f"{folder}: an archived campaign without its subject and runs: only its report can be read")
-    asked = proposers.of(folder)
-    conduct(folder, servers.slots(), asked)
+    check_sandbox(unsafe)
+    asked = proposers.of(folder, unsafe)
+    conduct(folder, servers.slots(), asked, unsafe=unsafe)
 
 
 def conduct(
-    folder: Path, slots: Sequence[ServerSlot], proposers: Sequence[Proposer], question: Question | None = None
+    folder: Path,
+    slots: Sequence[ServerSlot],
+    proposers: Sequence[Proposer],
+    question: Question | None = None,
+    *,
+    unsafe: bool,
 ) -> None:
     """Runs a campaign from where its notebook stands to the report. A new one has a `question`."""
     from agentjet.client.threads import raise_on_signals
-    from agentjet.research import landlock
     from agentjet.research.campaign.campaign import Campaign, Question
     from agentjet.research.campaign.report import build
     from agentjet.research.campaign.strategist import Strategist
     from agentjet.research.campaign.subject_repo import SubjectRepo
     from agentjet.research.journal import Notebook
     from agentjet.research.swarm_runner import SwarmRunner
+    from agentjet.sandbox import missing
 
     again = f"agentjet research resume {shlex.quote(str(folder))}"
-    repo = SubjectRepo(folder)
+    repo = SubjectRepo(folder, unsafe=unsafe)
 
     def tell(entry: JournalEntry) -> None:
         if line := line_of(entry):
@@ -534,10 +566,10 @@ def conduct(
         with (
             raise_on_signals(),
             Notebook(folder, notify=tell) as notebook,
-            SwarmRunner(repo.subject_of, folder, slots, typer.echo) as runner,
+            SwarmRunner(repo.subject_of, folder, slots, typer.echo, unsafe=unsafe) as runner,
         ):
             limits = [
-                *(() if landlock.version() else (UNSANDBOXED,)),
+                *((f"{UNSANDBOXED}{reason}",) if (reason := missing()) else ()),
                 *filter(None, (getattr(p, "limit", "") for p in proposers)),
             ]
             for limit in limits:
@@ -616,9 +648,10 @@ def demo(
         shutil.rmtree(out / "given", ignore_errors=True)
         shutil.copytree(example("digits") / "campaign", out / "given")
         load_example("digits", "random_model").make_random_model(out / "given" / "model")
-    repo = SubjectRepo.create(out, out / "given" / "subject.toml")
+    # Only code of this repository runs, so the demo needs no sandbox.
+    repo = SubjectRepo.create(out, out / "given" / "subject.toml", unsafe=True)
     topic, budget = "Why does the model not learn to answer in digits?", Budget.parse("30runs")
-    conduct(out, local_slots(local), [], Question(topic, budget, evaluator=repo.judge_hash))
+    conduct(out, local_slots(local), [], Question(topic, budget, evaluator=repo.judge_hash), unsafe=True)
     typer.echo(f"{time.monotonic() - began:.0f} s in all")
 
 

@@ -5,12 +5,13 @@ Orders are JSON lines on standard input, answers are JSON lines on standard outp
 Output of the agent goes to standard error. The process ends when its standard input closes.
 
 `ArmClient` is the other side. With `ArmOrder.readable` the process is sandboxed: it reads these folders, Python
-and the system, and writes to `ArmOrder.folder` only.
+and the system, writes to `ArmOrder.folder` only, and reaches the trial's server only.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import json
 import os
@@ -19,19 +20,18 @@ import threading
 import traceback
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import agentjet
 from agentjet.client.agent_source import OURS, load_function
 from agentjet.client.inputs import load_agent, load_tasks
 from agentjet.client.report import rows
 from agentjet.client.rollout import Agent, AgentFailing
 from agentjet.client.swarm_client import AsyncSwarm
 from agentjet.errors import AgentJetError, ConfigError
-from agentjet.research import landlock
 from agentjet.research.models import Address, Judge, Message, Record, canonical
+from agentjet.sandbox import AsyncProcess, Limits, Sandbox, missing, origin_of
 from agentjet.types import Task
 
 ENDING_SECONDS = 20.0
@@ -39,6 +39,7 @@ ENDING_SECONDS = 20.0
 LONGEST_ANSWER = 64 << 20
 LONGEST_OUTPUT = 64 << 20
 """Bytes of what the agent prints. They go to the trial's log, so an endless print would fill the disk."""
+LIMITS = Limits(processes=1024)
 KEPT = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "OMP_NUM_THREADS")
 """Environment variables of a sandboxed process. Others may hold keys."""
 
@@ -57,6 +58,8 @@ class ArmOrder(Record):
     """The only folder to which a sandboxed process writes."""
     readable: tuple[str, ...] = ()
     """Folders that a sandboxed process reads; the first is its working directory. Empty: it is not sandboxed."""
+    unsafe: bool = False
+    """Run without a sandbox where none can be made."""
 
 
 class ArmFailed(AgentJetError):
@@ -78,7 +81,7 @@ class ArmProcess:
     @classmethod
     def load(cls, order: ArmOrder, swarm: AsyncSwarm) -> ArmProcess:
         """Raises `ConfigError` for code that cannot be loaded."""
-        agent = load_agent(order.agent, option="agent")
+        agent = reaching(order.address.url, load_agent(order.agent, option="agent"))
         tasks = load_tasks(order.tasks, option="tasks")
         if order.reward:
             agent = paid_by(load_function(order.reward, option="reward"), agent, swarm)
@@ -121,6 +124,29 @@ def listed(tasks: Sequence[Task]) -> list[dict[str, Any]]:
     return [{"id": task.id, "task_set": task.task_set, "payload": task.payload} for task in tasks]
 
 
+def reaching(url: str, agent: Agent) -> Agent:
+    """The agent with episodes at the server's address `url`: a sandbox has another one than the server gives."""
+    origin = origin_of(url)
+
+    def move(episode: Any) -> Any:
+        episode.base_url = f"{origin}{episode.base_url.removeprefix(origin_of(episode.base_url))}"
+        return episode
+
+    @functools.wraps(agent)
+    async def play_async(task: Task, episode: Any) -> Any:
+        return await agent(task, move(episode))  # type: ignore[misc]
+
+    @functools.wraps(agent)
+    def play(task: Task, episode: Any) -> Any:
+        return agent(task, move(episode))
+
+    return play_async if is_async(agent) else play
+
+
+def is_async(agent: Agent) -> bool:
+    return inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(getattr(agent, "__call__", None))  # noqa: B004
+
+
 def paid_by(reward: Judge, agent: Agent, swarm: AsyncSwarm) -> Agent:
     """The agent with another reward: of the conversation of its last call, as the server recorded it."""
 
@@ -135,8 +161,7 @@ def paid_by(reward: Judge, agent: Agent, swarm: AsyncSwarm) -> Agent:
         tree = asyncio.run_coroutine_threadsafe(swarm.episode_tree(episode.id), loop).result()
         return reward(task, conversation(tree))
 
-    is_async = inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(getattr(agent, "__call__", None))  # noqa: B004
-    return play_async if is_async else play
+    return play_async if is_async(agent) else play
 
 
 def conversation(episode: Any) -> list[Message]:
@@ -216,7 +241,7 @@ def main() -> None:
 class ArmClient:
     """The process of an arm, as the trial sees it."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, process: asyncio.subprocess.Process | AsyncProcess) -> None:
         self._process = process
         self._excess = ""
         """Why the process was ended, if it printed too much."""
@@ -233,8 +258,10 @@ class ArmClient:
             answer: dict[str, Any] = json.loads(await process.stdout.readline())
         except (ValueError, RecursionError, ConnectionError):  # it ended, or what it wrote is not an answer
             await ended(process)
-            reason = self._excess or f"the agent's process ended with exit code {process.returncode}"
-            raise ArmFailed(reason) from None
+            excess = self._excess
+            if isinstance(process, AsyncProcess) and process.exceeded:
+                excess = f"the agent {process.exceeded}"
+            raise ArmFailed(excess or f"the agent's process ended with exit code {process.returncode}") from None
         if "error" in answer:
             raise (ArmFailed if answer["own"] else AgentJetError)(str(answer["error"]))
         return answer
@@ -264,23 +291,7 @@ class ArmClient:
 @asynccontextmanager
 async def started(order: ArmOrder) -> AsyncIterator[ArmClient]:
     """Starts the process of an arm and loads its code. Raises `ArmFailed` if it cannot be loaded."""
-    command = [sys.executable, "-P", "-m", "agentjet.research.arm_process"]
-    options: dict[str, Any] = {}
-    if order.readable:
-        home = Path(order.folder)
-        home.mkdir(parents=True, exist_ok=True)
-        own = {"HOME": str(home), "TMPDIR": str(home), "PYTHONDONTWRITEBYTECODE": "1"}
-        options = {
-            "cwd": order.readable[0],
-            "env": {name: os.environ[name] for name in KEPT if name in os.environ} | own,
-        }
-        if landlock.version():
-            libraries = (Path(sys.prefix), Path(agentjet.__file__).resolve().parents[1])
-            command = landlock.sandboxed(command, home, [*map(Path, order.readable), *libraries])
-    pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(
-        *command, stdin=pipe, stdout=pipe, stderr=pipe, limit=LONGEST_ANSWER, **options
-    )
+    process, order = await begun(order)
     arm = ArmClient(process)
     forwarding = asyncio.create_task(arm.forward_output())
     try:
@@ -292,7 +303,37 @@ async def started(order: ArmOrder) -> AsyncIterator[ArmClient]:
         forwarding.cancel()
 
 
-async def ended(process: asyncio.subprocess.Process) -> None:
+async def begun(order: ArmOrder) -> tuple[asyncio.subprocess.Process | AsyncProcess, ArmOrder]:
+    """The process, and the order with the addresses that it must use. Raises `ConfigError` without a sandbox."""
+    command = [sys.executable, "-P", "-m", "agentjet.research.arm_process"]
+    options: dict[str, Any] = {}
+    if order.readable:
+        home = Path(order.folder)
+        home.mkdir(parents=True, exist_ok=True)
+        kept = {name: os.environ[name] for name in KEPT if name in os.environ}
+        own = {"HOME": str(home), "TMPDIR": str(home), "PYTHONDONTWRITEBYTECODE": "1"}
+        options = {"cwd": order.readable[0], "env": kept | own}
+        if not (reason := missing()):
+            sandbox = Sandbox(
+                folder=home,
+                readable=tuple(map(Path, order.readable)),
+                network="model",
+                model_url=order.address.url,
+                paths=("/",),
+                limits=LIMITS,
+                variables=kept | own,
+            )
+            moved = replace(order, address=Address(sandbox.inside_url(order.address.url), order.address.token))
+            return await sandbox.start_async(command, cwd=Path(order.readable[0]), limit=LONGEST_ANSWER), moved
+        if not order.unsafe:
+            raise ConfigError(f"{reason}; or run arms with the rights of this user (--unsafe)")
+    pipe = asyncio.subprocess.PIPE
+    return await asyncio.create_subprocess_exec(
+        *command, stdin=pipe, stdout=pipe, stderr=pipe, limit=LONGEST_ANSWER, **options
+    ), order
+
+
+async def ended(process: asyncio.subprocess.Process | AsyncProcess) -> None:
     """Closes the process's input, and kills it if it does not end."""
     assert process.stdin is not None
     process.stdin.close()

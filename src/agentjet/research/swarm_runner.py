@@ -246,8 +246,11 @@ class SwarmRunner:
         folder: Path,
         slots: Sequence[ServerSlot],
         notify: Callable[[str], None] = print,
+        *,
+        unsafe: bool = False,
     ) -> None:
-        """`notify` is called when a slot is dropped. `subject` may depend on the trial."""
+        """`notify` is called when a slot is dropped. `subject` may depend on the trial. `unsafe`: see `TrialOrder`."""
+        self._unsafe = unsafe
         self._subject_of: Callable[[Trial], Subject] = (lambda _: subject) if isinstance(subject, Subject) else subject
         self._slots, self._notify = slots, notify
         self._launches, self._runs = folder / "launches", folder / "runs"
@@ -355,7 +358,7 @@ class SwarmRunner:
             subject.check_code()  # before the server loads the model, because it saves its first weights
             try:
                 with slot.serve(run, self._setting(trial), self._stopping) as server:
-                    order = TrialOrder(trial, subject, server.address, str(run), str(draft))
+                    order = TrialOrder(trial, subject, server.address, str(run), str(draft), self._unsafe)
                     note = self._run_process(order, server, self._launches / key / "work.log")
             except ConfigError:
                 raise

@@ -195,6 +195,8 @@ class TrialOrder(Record):
     address: Address
     run: str
     answer: str
+    unsafe: bool = False
+    """Run the arm without a sandbox where none can be made."""
 
 
 class HeldOutScore(NamedTuple):
@@ -422,6 +424,7 @@ async def carry_out(order: TrialOrder) -> None:
         subject.reward,
         str(Path(order.run) / "home"),
         subject.readable,
+        order.unsafe,
     )
     async with AsyncSwarm(order.address.url, order.address.token) as swarm:
         try:

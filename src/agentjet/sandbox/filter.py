@@ -31,7 +31,7 @@ CLONE3 = 435
 MACHINES = {
     # mount, umount2, pivot_root, swapon, swapoff, reboot, init_module, delete_module, finit_module, kexec_load,
     # kexec_file_load, add_key, request_key, keyctl, bpf, perf_event_open, userfaultfd, setns, open_by_handle_at,
-    # acct, quotactl; on x86 also iopl and ioperm.
+    # acct, quotactl, syslog; on x86 also iopl and ioperm.
     "x86_64": Machine(
         0xC000003E,
         56,
@@ -60,6 +60,7 @@ MACHINES = {
             304,
             163,
             179,
+            103,
             172,
             173,
         ),
@@ -70,7 +71,7 @@ MACHINES = {
         97,
         198,
         (279, 447, 194),
-        (40, 39, 41, 224, 225, 142, 105, 106, 273, 104, 294, 217, 218, 219, 280, 241, 282, 268, 265, 89, 60),
+        (40, 39, 41, 224, 225, 142, 105, 106, 273, 104, 294, 217, 218, 219, 280, 241, 282, 268, 265, 89, 60, 116),
     ),
 }
 NEW_NAMESPACES = 0x7E020080

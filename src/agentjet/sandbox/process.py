@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import resource
 import select
@@ -25,6 +26,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 SAMPLE_SECONDS = 0.1
+POLL_SECONDS = 0.02
 START_SECONDS = 30.0
 """Longest start. It reads the folders that bubblewrap mounts, which may be on a network."""
 USERS = range(60_578, 61_184)
@@ -107,6 +110,42 @@ class Process:
             self._ended.set()
 
 
+class AsyncProcess:
+    """The same for a coroutine, with the interface of `asyncio.subprocess.Process` for a program with three pipes."""
+
+    def __init__(self, process: Process, stdin: asyncio.StreamWriter, *outputs: asyncio.StreamReader) -> None:
+        self.process, self.stdin = process, stdin
+        self.stdout, self.stderr = outputs
+
+    @classmethod
+    async def of(cls, process: Process, limit: int) -> AsyncProcess:
+        """`limit` is the longest line of an output in bytes."""
+        loop, outputs = asyncio.get_running_loop(), []
+        for pipe in (process.stdout, process.stderr):
+            reader = asyncio.StreamReader(limit=limit)
+            await loop.connect_read_pipe(partial(asyncio.StreamReaderProtocol, reader), pipe)
+            outputs.append(reader)
+        protocol = asyncio.StreamReaderProtocol(asyncio.StreamReader())
+        transport, _ = await loop.connect_write_pipe(lambda: protocol, process.stdin)
+        return cls(process, asyncio.StreamWriter(transport, protocol, None, loop), *outputs)
+
+    @property
+    def returncode(self) -> int | None:
+        return self.process.poll()
+
+    @property
+    def exceeded(self) -> str:
+        return self.process.exceeded
+
+    def kill(self) -> None:
+        self.process.kill()
+
+    async def wait(self) -> int:
+        while (code := self.process.poll()) is None:
+            await asyncio.sleep(POLL_SECONDS)
+        return code
+
+
 # ---- the watch -------------------------------------------------------------------------------------------------------
 
 
@@ -118,10 +157,10 @@ class _Watched:
     limits: Limits
     folders: list[Path]
     cgroup: Cgroup | None
-    disk_before: int
+    disk_before: float
     """Bytes of the writable folders before the start."""
     started: float = field(default_factory=time.monotonic)
-    scan: asyncio.Future[int] | None = None
+    scan: asyncio.Future[float] | None = None
     next_scan: float = 0.0
 
     async def follow(self, outer: int, first: int) -> None:
@@ -155,7 +194,9 @@ class _Watched:
             return f"used more than {limits.cpu_seconds:g} s of CPU time and was ended"
         if self.is_out_of_memory(pids):
             return self.memory_excess()
-        if limits.disk is not None and self.disk_used(limits.disk, pids) - self.disk_before > limits.disk:
+        if limits.disk is not None and (wrote := self.disk_used(limits.disk, pids) - self.disk_before) > limits.disk:
+            if wrote == math.inf:
+                return "made a folder that cannot be read, or is too deep, and was ended: its files cannot be counted"
             return f"wrote more than {limits.disk / 2**20:g} MiB into its folders and was ended: write less"
         return ""
 
@@ -170,7 +211,7 @@ class _Watched:
     def memory_excess(self) -> str:
         return f"used more than {(self.limits.memory or 0) / 2**20:g} MiB of memory and was ended: use less"
 
-    def disk_used(self, most: int, pids: Sequence[int]) -> int:
+    def disk_used(self, most: float, pids: Sequence[int]) -> float:
         """Bytes by the scan that has just ended, else 0. Scans run in a thread, for a tenth of the time at most."""
         now = time.monotonic()
         if self.scan is not None and self.scan.done():
@@ -249,7 +290,9 @@ def launch(sandbox: Sandbox, command: list[str], streams: Streams, cwd: Path) ->
         cgroup = None if limits.memory is None else Cgroup.make(limits.memory)
         if cgroup is not None:
             stack.callback(cgroup.remove)
-        disk = disk_bytes(folders) if limits.disk is not None else 0
+        disk = disk_bytes(folders) if limits.disk is not None else 0.0
+        if disk == math.inf:
+            raise ConfigError(f"sandbox: a folder in {', '.join(map(str, folders))} cannot be read: chmod u+rx it")
         popen, first, listener = _Start(sandbox, command, cwd, user, cgroup).run(streams)
         if listener is not None:
             from agentjet.sandbox.proxy import ModelProxy
@@ -279,14 +322,18 @@ def sandbox_user() -> Iterator[int]:
 
 def change_owner(folder: Path, uid: int, gid: int, *, of: int | None = None) -> None:
     """Gives a folder and what lies in it to a user; with `of` only what that user owns. Follows no link."""
-    for _, folders, names, place in os.fwalk(folder):
-        for name in (".", *folders, *names):
-            with suppress(OSError):
-                status = os.stat(name, dir_fd=place, follow_symlinks=False)
-                # Another name of the same file may lie anywhere.
-                is_shared = status.st_nlink > 1 and not stat.S_ISDIR(status.st_mode)
-                if status.st_uid == of or (of is None and not is_shared):
-                    os.chown(name, uid, gid, dir_fd=place, follow_symlinks=False)
+    try:
+        for _, folders, names, place in os.fwalk(folder):
+            for name in (".", *folders, *names):
+                with suppress(FileNotFoundError):
+                    status = os.stat(name, dir_fd=place, follow_symlinks=False)
+                    # Another name of the same file may lie anywhere.
+                    is_shared = status.st_nlink > 1 and not stat.S_ISDIR(status.st_mode)
+                    if status.st_uid == of or (of is None and not is_shared):
+                        os.chown(name, uid, gid, dir_fd=place, follow_symlinks=False)
+    except (OSError, RecursionError):  # It is too deep for Python.
+        owner = [] if of is None else [f"--from={of}"]
+        subprocess.run(["chown", "-hR", *owner, f"{uid}:{gid}", "--", str(folder)], capture_output=True, check=False)
 
 
 @dataclass(slots=True)

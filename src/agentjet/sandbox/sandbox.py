@@ -11,12 +11,14 @@ lie beneath (`inside.py`, `filter.py`). `process.py` starts and watches it, `pro
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import functools
 import os
 import pwd
 import shutil
 import stat
+import subprocess
 import sys
 import tempfile
 from collections import deque
@@ -29,7 +31,7 @@ from urllib.parse import urlsplit
 
 from agentjet.errors import ConfigError
 from agentjet.sandbox.check import missing
-from agentjet.sandbox.process import PORT, USER, USERS, Process, Streams, launch
+from agentjet.sandbox.process import PORT, USER, USERS, AsyncProcess, Process, Streams, launch
 from agentjet.types import DEFAULT_RUN
 
 GIB = 2**30
@@ -110,6 +112,24 @@ class Sandbox:
         self.check()
         return launch(self, [os.fspath(word) for word in command], Streams(stdin, stdout, stderr), cwd or self.folder)
 
+    async def start_async(self, command: Sequence[str | Path], *, cwd: Path | None = None, limit: int) -> AsyncProcess:
+        """The same for a coroutine, with three pipes. `limit` is the longest line of an output in bytes."""
+        pipe = subprocess.PIPE
+        starting = asyncio.ensure_future(
+            asyncio.to_thread(self.start, command, stdin=pipe, stdout=pipe, stderr=pipe, cwd=cwd)
+        )
+        try:
+            process = await asyncio.shield(starting)
+        except asyncio.CancelledError:
+
+            def end(started: asyncio.Future[Process]) -> None:
+                if not started.cancelled() and started.exception() is None:
+                    started.result().kill()
+
+            starting.add_done_callback(end)
+            raise
+        return await AsyncProcess.of(process, limit)
+
     def inside_url(self, url: str) -> str:
         """The address of a server's URL inside. Addresses of other servers are returned as they are."""
         origin = origin_of(self.model_url)
@@ -132,10 +152,7 @@ class Sandbox:
 
     def readables(self) -> list[Path]:
         """The named paths that are read only, and Python's environment."""
-        python = {Path(sys.prefix), Path(sys.base_prefix), OURS}
-        return [Path(os.path.abspath(path)) for path in self.readable] + sorted(
-            path for path in python if not path.is_relative_to("/usr")
-        )
+        return [*(Path(os.path.abspath(path)) for path in self.readable), *python_paths()]
 
     def check(self) -> None:
         """Raises `ConfigError` for a folder that may not be named, or a network without a model."""
@@ -159,7 +176,7 @@ class Sandbox:
     def mounts(self) -> list[str]:
         """The arguments of bubblewrap that make the file system."""
         size = min(MAX_PRIVATE_BYTES, (self.limits.memory or GIB * 4) // 4)
-        words = list(system_mounts())
+        words = list(system_mounts(os.getpid()))
         words += ["--proc", "/proc", "--dev", "/dev", "--perms", "1777", "--size", str(size), "--tmpfs", "/dev/shm"]
         words += ["--perms", "1777", "--size", str(size), "--tmpfs", "/tmp"]
         binds = dict.fromkeys(self.readables(), "--ro-bind") | dict.fromkeys(self.writables(), "--bind")
@@ -175,33 +192,52 @@ class Sandbox:
 
 
 @functools.cache
-def system_mounts() -> tuple[str, ...]:
-    """The arguments for programs and files of the system, which are the same for all sandboxes."""
-    words = ["--ro-bind", str(etc_copy()), "/etc"]
+def python_paths() -> tuple[Path, ...]:
+    """Python's environment: its folders, those of packages that a `.pth` file adds, and AgentJet's source."""
+    packages = [Path(place) for place in sys.path if Path(place).name in ("site-packages", "dist-packages")]
+    wanted = [path for path in (Path(sys.prefix), Path(sys.base_prefix), OURS, *packages) if path.is_dir()]
+    system = Path("/usr")
+    return tuple(path for path in dict.fromkeys(wanted) if not {system, *wanted}.intersection(path.parents))
+
+
+@functools.cache
+def system_mounts(process: int) -> tuple[str, ...]:
+    """The arguments for programs and files of the system, which are the same for all sandboxes of a process."""
+    words = ["--ro-bind", str(etc_copy(process)), "/etc"]
     for path in SYSTEM:
         words += ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind-try", path, path]
     return tuple(words)
 
 
-def etc_copy() -> Path:
+def etc_copy(process: int) -> Path:
     """A folder with what programs need of `/etc`: each mount costs more than all of these copies."""
-    place = Path(tempfile.mkdtemp(prefix="agentjet-sandbox-etc-"))
-    atexit.register(shutil.rmtree, place, ignore_errors=True)
+    begin = "agentjet-sandbox-etc-"
+    for left in Path(tempfile.gettempdir()).glob(f"{begin}*"):  # By processes that were killed.
+        owner = left.name.removeprefix(begin).partition("-")[0]
+        with suppress(OSError):  # Another process may have removed it.
+            if left.stat().st_uid == os.getuid() and not Path("/proc", owner).exists():
+                shutil.rmtree(left, ignore_errors=True)
+    place = Path(tempfile.mkdtemp(prefix=f"{begin}{process}-"))
+
+    def remove() -> None:
+        if os.getpid() == process:  # Not in a fork.
+            shutil.rmtree(place, ignore_errors=True)
+
+    atexit.register(remove)
     for name in ETC:
         source, target = Path("/etc", name), place / name
         with suppress(OSError, shutil.Error):  # What this user may not read is left out.
-            target.parent.mkdir(parents=True, exist_ok=True)
             if source.is_dir():
                 shutil.copytree(source, target, symlinks=True)
             elif source.is_file():
+                target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(source, target)
-    users = [*USERS, os.getuid()] if os.getuid() == 0 else [os.getuid()]
-    (place / "passwd").write_text(
-        "root:x:0:0:root:/nonexistent:/bin/sh\nnobody:x:65534:65534:nobody:/nonexistent:/bin/false\n"
-        + "".join(f"{USER}:x:{uid}:{uid}:{USER}:/tmp:/bin/sh\n" for uid in users)
-    )
-    for folder in (place, *(path for path in place.rglob("*") if not path.is_symlink())):
-        folder.chmod(0o755 if folder.is_dir() else 0o644)
+    users = [*USERS, 0] if os.getuid() == 0 else [os.getuid()]
+    users_of = {uid: USER if uid else "root" for uid in users} | {65534: "nobody"}
+    (place / "passwd").write_text("".join(f"{name}:x:{uid}:{uid}::/tmp:/bin/sh\n" for uid, name in users_of.items()))
+    (place / "group").write_text("".join(f"{name}:x:{uid}:\n" for uid, name in users_of.items()))
+    for path in (place, *(path for path in place.rglob("*") if not path.is_symlink())):
+        path.chmod(0o755 if path.is_dir() else 0o644)
     return place
 
 
@@ -274,8 +310,7 @@ def check_accessible(paths: Sequence[Path]) -> None:
 
 def hidden(roots: Sequence[Path]) -> Iterator[Path]:
     """Data dirs of servers, and sockets, below the named folders. Looks at `MAX_LOOKED_AT` entries, nearest first."""
-    python = {Path(sys.prefix), Path(sys.base_prefix), OURS}
-    waiting, looked_at = deque(path for path in roots if path not in python), 0
+    waiting, looked_at = deque(path for path in roots if path not in python_paths()), 0
     while waiting and looked_at < MAX_LOOKED_AT:
         folder = waiting.popleft()
         if (folder / "runs" / DEFAULT_RUN).is_dir():

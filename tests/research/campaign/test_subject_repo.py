@@ -224,11 +224,11 @@ def test_a_subject_that_cannot_run(tmp_path: Path) -> None:
         SubjectRepo.create(tmp_path / "c", write_subject(tmp_path / "u", agent=broken))
 
 
-@pytest.mark.needs("landlock")
-def test_the_fence_hides_the_judge(tmp_path: Path) -> None:
+@pytest.mark.needs("bubblewrap")
+def test_the_sandbox_hides_the_judge(tmp_path: Path) -> None:
     target = tmp_path / "c" / "judge" / "held_out.jsonl"
     spying = f"{AGENT}\nopen({str(target)!r})\n"
-    with pytest.raises(ConfigError, match=r"PermissionError: .*held_out\.jsonl.*agent\.py:11"):
+    with pytest.raises(ConfigError, match=r"FileNotFoundError: .*held_out\.jsonl.*agent\.py:11"):
         SubjectRepo.create(tmp_path / "c", write_subject(tmp_path / "u", agent=spying))
     mine = f"{AGENT}\nimport os\nopen('words.py').read()\nopen(os.environ['HOME'] + '/x', 'w').write('')\n"
     SubjectRepo.create(tmp_path / "d", write_subject(tmp_path / "u", agent=mine))

@@ -7,8 +7,8 @@ before it is used, and `ReplayedModel` gives the answers of a record again.
 
 `CodingAgent` is a command, such as Claude Code, Codex CLI or mini-swe-agent. It works in a scratch folder: `subject/`
 has the files of the base, `campaign/` the newest run and the notebook. It reads its task from standard input, and edits
-files in `subject/`. The difference is the patch of one intervention; `hypothesis.json` gives its reasons. Landlock
-blocks the rest of the disk; held-out tasks are not there.
+files in `subject/`. The difference is the patch of one intervention; `hypothesis.json` gives its reasons. It runs in a
+sandbox, where held-out tasks are not.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from pydantic import TypeAdapter
 
 from agentjet.client.command import CapturedProcess
 from agentjet.errors import AgentJetError, ConfigError
-from agentjet.research import landlock
 from agentjet.research.campaign.strategist import Intervention, ProposerAway, View, facts_of
 from agentjet.research.campaign.subject_repo import git, read_folder, write_files
 from agentjet.research.models import Message, Record, adapter, shortened
+from agentjet.sandbox import Limits, Sandbox, missing, programs
 
 # ---- a language model ------------------------------------------------------------------------------------------------
 
@@ -365,6 +365,7 @@ def checked(reply: Reply) -> Reply:
 
 # ---- a coding agent --------------------------------------------------------------------------------------------------
 
+LIMITS = Limits(processes=1024)
 REASONS = ("name", "why", "predicts", "refutes")
 LONGEST_REASONS = 2**20
 """Bytes of `hypothesis.json`."""
@@ -386,12 +387,16 @@ class CodingAgent:
     """Paths that it may read, besides its folder, the system's programs and the files in the command."""
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Variables for the command, such as the key of its model."""
+    url: str = ""
+    """The only server that the command reaches: that of its model. Empty: it has the network of this machine."""
+    unsafe: bool = False
+    """Run without a sandbox where none can be made."""
     seconds: float = 1800.0
     name: str = "coding agent"
 
     def __post_init__(self) -> None:
-        if not landlock.version():
-            raise ConfigError("--agent-cli: this kernel cannot restrict a command (Landlock, Linux 5.13); omit it")
+        if (reason := missing()) and not self.unsafe:
+            raise ConfigError(f"--agent-cli: {reason}; or give it the rights of this user (--unsafe)")
 
     def propose(self, view: View, most: int) -> Sequence[Intervention | str]:
         """Returns one proposal, a text with the reason why it cannot be used, or nothing if no file was changed."""
@@ -424,14 +429,25 @@ class CodingAgent:
         """Raises `ProposerAway` for a command that fails or takes too long."""
         work, home = folder / "work", folder / "work" / "home"
         home.mkdir()
-        named = [Path(shutil.which(word) or word).resolve() for word in self.command]
-        readable = [path for path in (*self.readable, *named) if path.is_file() or path in self.readable]
+        options: dict[str, Any] = {"merged": True, "cwd": work}
         own = {"PATH": os.environ.get("PATH", os.defpath), "HOME": str(home), "TMPDIR": str(home), "LANG": "C.UTF-8"}
+        if missing():
+            options["env"] = {**own, **self.environment}
+        else:
+            files = [Path(word).resolve() for word in self.command[1:] if Path(word).is_file()]
+            options["sandbox"] = Sandbox(
+                folder=work,
+                readable=(*self.readable, *files, *programs(self.command[0])),
+                network="model" if self.url else "open",
+                model_url=self.url,
+                paths=("/",),
+                limits=LIMITS,
+                variables={**own, **self.environment},
+            )
         with TemporaryFile() as given:
             given.write(task.encode())
             given.seek(0)
-            sandboxed = landlock.sandboxed(self.command, work, readable)
-            command = CapturedProcess(sandboxed, merged=True, cwd=work, env={**own, **self.environment}, stdin=given)
+            command = CapturedProcess(self.command, stdin=given, **options)
         try:
             status = command.wait(self.seconds)
         finally:

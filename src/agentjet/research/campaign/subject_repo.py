@@ -175,8 +175,9 @@ Load = Callable[[ArmOrder], list[Task]]
 class SubjectRepo:
     """The commits of a campaign's subject. `open` and `create` make one."""
 
-    def __init__(self, folder: Path, load: Load = arm_process.checked) -> None:
-        self.folder, self._load = folder.absolute(), load
+    def __init__(self, folder: Path, load: Load = arm_process.checked, *, unsafe: bool = False) -> None:
+        """`unsafe`: load arms without a sandbox where none can be made."""
+        self.folder, self._load, self._unsafe = folder.absolute(), load, unsafe
         source = json.loads((self.folder / "source.json").read_text(encoding="utf-8"))
         self.first: str = source["first"]
         """The commit of the subject as the user gave it."""
@@ -185,7 +186,9 @@ class SubjectRepo:
         self._subjects: dict[str, Subject] = {}
 
     @classmethod
-    def create(cls, folder: Path, subject: Path, load: Load = arm_process.checked) -> SubjectRepo:
+    def create(
+        cls, folder: Path, subject: Path, load: Load = arm_process.checked, *, unsafe: bool = False
+    ) -> SubjectRepo:
         """Copies the folder of the file `subject` into the campaign's. Opens a repository that is there already.
 
         Raises `ConfigError` for a subject that cannot run, with its first error.
@@ -211,11 +214,11 @@ class SubjectRepo:
             }
             write_whole(folder / "source.json", json.dumps(source))
             try:
-                cls(folder, load).check_runs()
+                cls(folder, load, unsafe=unsafe).check_runs()
             except ConfigError:
                 remove_parts(folder)
                 raise
-        return cls(folder, load)
+        return cls(folder, load, unsafe=unsafe)
 
     # ---- commits -----------------------------------------------------------------------------------------------------
 
@@ -374,9 +377,8 @@ class SubjectRepo:
 
     def _order(self, subject: Subject, name: str) -> ArmOrder:
         home = str(self.folder / "homes" / name)
-        return ArmOrder(
-            subject.agent, subject.tasks, Address("http://127.0.0.1:9", ""), 1, subject.reward, home, subject.readable
-        )
+        nowhere = Address("http://127.0.0.1:9", "")
+        return ArmOrder(subject.agent, subject.tasks, nowhere, 1, subject.reward, home, subject.readable, self._unsafe)
 
     # ---- git ---------------------------------------------------------------------------------------------------------
 
