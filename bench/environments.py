@@ -278,12 +278,12 @@ def overhead() -> Found:
 # ---- a cocktail ------------------------------------------------------------------------------------------------------
 
 WEIGHTS = {"gymnasium": 1.0, "reasoning_gym": 1.0, "crashing": 2.0}
-STEPS = 12
+STEPS = 10
 
 
 async def mixed_run(mixed: Mixture) -> tuple[TrainReport, list[float]]:
     """The report, and the times at which the policy version changed."""
-    job = {"task_weights": WEIGHTS, "batch_size": 8, "group_size": 4, "max_tokens": 32}
+    job = {"task_weights": WEIGHTS, "batch_size": 8, "group_size": 2, "max_tokens": 32}
     times = [time.monotonic()]
 
     async def watch() -> None:
@@ -292,7 +292,7 @@ async def mixed_run(mixed: Mixture) -> tuple[TrainReport, list[float]]:
                 times.append(time.monotonic())
             await asyncio.sleep(0.02)
 
-    async with recorded(job) as (swarm, _), asyncio.timeout(600):
+    async with recorded(job) as (swarm, _), asyncio.timeout(900):
         watching = asyncio.create_task(watch())
         try:
             done = await swarm.train(mixed.agent, mixed.tasks, steps=STEPS, concurrency=24, progress=False)
