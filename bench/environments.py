@@ -42,12 +42,13 @@ from agentjet.client.command import environment as variables_of
 from agentjet.client.episode import AsyncEpisode
 from agentjet.client.threads import in_thread
 from agentjet.compute.token_choice import Grammars
-from agentjet.environments import Environment, EnvironmentTask, Game, Mixture, Model, Observation
+from agentjet.environments import Environment, EnvironmentTask, Mixture, Model
 from agentjet.environments.pool import Worker
 from agentjet.errors import AgentJetError
 from agentjet.sandbox.usage import cpu_of, descendants
 from agentjet.types import Reward, SamplingParams, Task
 from bench.machine import CASES, ROOT, bounded, grid, report
+from bench.talk import Talk
 from conformance.audit import _contexts, _trained
 from conformance.policy import Policy
 from tests.fakes import saying
@@ -61,7 +62,6 @@ TEMPLATE = "qwen3"
 """Template with tools, of the sampler that records."""
 CONTEXT = 65_536
 EPISODES = 60
-TURNS = 4
 STARTS = 5
 Found = tuple[dict[str, Any], list[Table]]
 
@@ -204,37 +204,6 @@ def exact() -> Found:
 # ---- overhead --------------------------------------------------------------------------------------------------------
 
 
-class Talk(Game):
-    """A game of a few turns whose actions are any text. Of its episodes, a share crashes."""
-
-    crashes: float = 0.0
-    """Share of the episodes that crash."""
-
-    def tasks(self) -> Iterator[EnvironmentTask]:
-        for number in range(16):
-            yield EnvironmentTask(f"talk-{number}", {}, "train")
-
-    def world(self, task: EnvironmentTask) -> Talking:
-        return Talking(self.crashes)
-
-
-class Talking:
-    def __init__(self, crashes: float) -> None:
-        self._left, self._crashes = TURNS, random.random() < crashes
-
-    def reset(self) -> Observation:
-        return Observation("Say something about a row of numbers.")
-
-    def step(self, action: str) -> Observation:
-        self._left -= 1
-        if self._crashes:
-            os._exit(1)
-        return Observation("Go on.", float(len(action) % 2), done=not self._left)
-
-    def close(self) -> None:
-        pass
-
-
 def played_here(environment: Environment) -> Callable[[Task, AsyncEpisode], Any]:
     """The same agent without a process: the library's steps and the calls of the model in a thread of the client."""
 
@@ -284,7 +253,7 @@ async def overhead_ms(url: str, token: str) -> tuple[float, float]:
     """CPU per episode in milliseconds: played here, and in processes."""
     server = {*descendants(os.getpid())}
     async with AsyncSwarm(url, token) as swarm:
-        with environments.load("bench.environments/Talk", processes=2, held_out=0) as environment:
+        with environments.load("bench.talk/Talk", processes=2, held_out=0) as environment:
             here = await cpu_ms(swarm, played_here(environment), environment.tasks, server)
             pooled = await cpu_ms(swarm, environment.agent, environment.tasks, server)
     return here, pooled
@@ -295,7 +264,7 @@ def overhead() -> Found:
     for _ in range(STARTS):
         began = time.monotonic()
         worker = Worker(Talk(), None)
-        worker.ask({"kind": "bench.environments/Talk", "settings": {}}, 60.0)
+        worker.ask({"kind": "bench.talk/Talk", "settings": {}}, 60.0)
         starts.append(1000 * (time.monotonic() - began))
         cpus.append(1000 * cpu_of(descendants(os.getpid())))
         worker.end()
@@ -309,12 +278,12 @@ def overhead() -> Found:
 # ---- a cocktail ------------------------------------------------------------------------------------------------------
 
 WEIGHTS = {"gymnasium": 1.0, "reasoning_gym": 1.0, "crashing": 2.0}
-STEPS = 12
+STEPS = 10
 
 
 async def mixed_run(mixed: Mixture) -> tuple[TrainReport, list[float]]:
     """The report, and the times at which the policy version changed."""
-    job = {"task_weights": WEIGHTS, "batch_size": 8, "group_size": 4, "max_tokens": 32}
+    job = {"task_weights": WEIGHTS, "batch_size": 8, "group_size": 2, "max_tokens": 32}
     times = [time.monotonic()]
 
     async def watch() -> None:
@@ -323,7 +292,7 @@ async def mixed_run(mixed: Mixture) -> tuple[TrainReport, list[float]]:
                 times.append(time.monotonic())
             await asyncio.sleep(0.02)
 
-    async with recorded(job) as (swarm, _), asyncio.timeout(600):
+    async with recorded(job) as (swarm, _), asyncio.timeout(900):
         watching = asyncio.create_task(watch())
         try:
             done = await swarm.train(mixed.agent, mixed.tasks, steps=STEPS, concurrency=24, progress=False)
@@ -335,7 +304,7 @@ async def mixed_run(mixed: Mixture) -> tuple[TrainReport, list[float]]:
 def cocktail() -> Found:
     with cases() as settings:
         made = [load(kind, settings[kind] | {"processes": 4}) for kind in ("gymnasium", "reasoning_gym")]
-        crashing = environments.load("bench.environments/Talk", task_set="crashing", crashes=0.3, processes=4)
+        crashing = environments.load("bench.talk/Talk", task_set="crashing", crashes=0.3, processes=4)
         with environments.mixture([*made, crashing]) as mixed:
             done, times = asyncio.run(mixed_run(mixed))
     rows = {}

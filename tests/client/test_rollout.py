@@ -22,7 +22,16 @@ from pathlib import Path
 import httpx
 import pytest
 
-from agentjet.client import AgentFailing, AsyncEpisode, AsyncSwarm, Episode, Retry, wilson_interval
+from agentjet.client import (
+    AgentFailing,
+    AsyncEpisode,
+    AsyncSwarm,
+    Endpoint,
+    Episode,
+    EpisodeResult,
+    Retry,
+    wilson_interval,
+)
 from agentjet.client.agent_source import AgentVersion
 from agentjet.client.episode import STOPPED, wait_for_end
 from agentjet.client.rollout import (
@@ -30,6 +39,7 @@ from agentjet.client.rollout import (
     Groups,
     RolloutQueue,
     RolloutSpec,
+    Runner,
     StreamQueue,
     TaskStream,
     wait_for_first,
@@ -861,3 +871,32 @@ def test_an_evaluation_has_the_seeds_of_its_tasks_and_repeats() -> None:
 
     assert seeds(3) == seeds(3) != seeds(4) and len({*seeds(3)}) == 2 * len(TASKS)
     assert {*seeds(None)} == {None}
+
+
+async def test_a_task_set_that_hangs_takes_its_capacity_only() -> None:
+    """Its groups have begun, so their other members would come first."""
+    live, most, done = Counter[str](), Counter[str](), Counter[str]()
+
+    async def agent(task: Task, episode: AsyncEpisode) -> float:
+        live[task.task_set] += 1
+        most[task.task_set] = max(most[task.task_set], live[task.task_set])
+        await asyncio.sleep(600 if task.task_set == "hanging" else 0)
+        live[task.task_set] -= 1
+        return 1.0
+
+    async def start(spec: RolloutSpec) -> tuple[AsyncEpisode, Agent]:
+        request = BeginRequest(client_id="c", task_id=spec.task.id, task_set=spec.task.task_set)
+        return Endpoint("http://127.0.0.1:9/v1", "m").begin(request), agent
+
+    def report(spec: RolloutSpec, result: EpisodeResult, last: bool) -> None:
+        done[spec.task.task_set] += 1
+
+    tasks = [Task(f"{name}-{number}", name) for name in ("hanging", "sound") for number in range(4)]
+    runner = Runner(start, report, capacity={"hanging": 2})
+    running = asyncio.create_task(runner.run(RolloutQueue.training(tasks, 4, 0), 4))
+    async with asyncio.timeout(30):
+        while done["sound"] < 20:
+            await asyncio.sleep(0.01)
+    running.cancel()
+    await asyncio.wait([running])
+    assert (most["hanging"], done["hanging"]) == (2, 0)

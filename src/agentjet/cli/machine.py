@@ -65,7 +65,7 @@ def doctor(config: Config = None, override: Override = None) -> None:
     from agentjet.config import load_config
 
     settings = load_config(config, list(override or ()))
-    checks = list(report(settings, this_machine(settings)))
+    checks = [*report(settings, this_machine(settings)), sandbox_check()]
     for verdict, text in checks:
         print_text(f"{verdict:8} {text}")
     if any(verdict == "problem" for verdict, _ in checks):
@@ -122,6 +122,21 @@ def report(settings: ServeConfig, machine: Hardware) -> Iterator[Check]:
         yield from _memory(settings, policy, machine)
         if compute.backend == "cluster" and uses_gpus and free is not None:
             free = max(0, free - _num_gpus(compute))
+
+
+def sandbox_check() -> Check:
+    """Tries to leave a sandbox. A machine without sandboxes can serve and train, so that is a note."""
+    from agentjet.sandbox import attempts, holds, missing
+
+    if reason := missing():
+        return "note", f"no sandbox: {reason}"
+    try:
+        tried = attempts()
+    except ConfigError as error:
+        return "problem", f"sandbox: {error}"
+    if through := [name for name, got_through in tried.items() if got_through]:
+        return "problem", f"sandbox: a program in it could {', '.join(through)}: run no untrusted code here"
+    return "ok", f"sandbox: {holds()}. Tried in vain: {', '.join(tried)}"
 
 
 def _packages(cluster: Sequence[ComputeConfig], machine: Hardware) -> Iterator[Check]:

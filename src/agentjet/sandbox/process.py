@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import resource
 import select
@@ -156,10 +157,10 @@ class _Watched:
     limits: Limits
     folders: list[Path]
     cgroup: Cgroup | None
-    disk_before: int
+    disk_before: float
     """Bytes of the writable folders before the start."""
     started: float = field(default_factory=time.monotonic)
-    scan: asyncio.Future[int] | None = None
+    scan: asyncio.Future[float] | None = None
     next_scan: float = 0.0
 
     async def follow(self, outer: int, first: int) -> None:
@@ -193,7 +194,9 @@ class _Watched:
             return f"used more than {limits.cpu_seconds:g} s of CPU time and was ended"
         if self.is_out_of_memory(pids):
             return self.memory_excess()
-        if limits.disk is not None and self.disk_used(limits.disk, pids) - self.disk_before > limits.disk:
+        if limits.disk is not None and (wrote := self.disk_used(limits.disk, pids) - self.disk_before) > limits.disk:
+            if wrote == math.inf:
+                return "made a folder that cannot be read, or is too deep, and was ended: its files cannot be counted"
             return f"wrote more than {limits.disk / 2**20:g} MiB into its folders and was ended: write less"
         return ""
 
@@ -208,7 +211,7 @@ class _Watched:
     def memory_excess(self) -> str:
         return f"used more than {(self.limits.memory or 0) / 2**20:g} MiB of memory and was ended: use less"
 
-    def disk_used(self, most: int, pids: Sequence[int]) -> int:
+    def disk_used(self, most: float, pids: Sequence[int]) -> float:
         """Bytes by the scan that has just ended, else 0. Scans run in a thread, for a tenth of the time at most."""
         now = time.monotonic()
         if self.scan is not None and self.scan.done():
@@ -287,7 +290,9 @@ def launch(sandbox: Sandbox, command: list[str], streams: Streams, cwd: Path) ->
         cgroup = None if limits.memory is None else Cgroup.make(limits.memory)
         if cgroup is not None:
             stack.callback(cgroup.remove)
-        disk = disk_bytes(folders) if limits.disk is not None else 0
+        disk = disk_bytes(folders) if limits.disk is not None else 0.0
+        if disk == math.inf:
+            raise ConfigError(f"sandbox: a folder in {', '.join(map(str, folders))} cannot be read: chmod u+rx it")
         start = _Start(sandbox, command, cwd, user, cgroup)
         popen, first, listener = start.run(streams)
         if listener is not None:
@@ -318,14 +323,18 @@ def sandbox_user() -> Iterator[int]:
 
 def change_owner(folder: Path, uid: int, gid: int, *, of: int | None = None) -> None:
     """Gives a folder and what lies in it to a user; with `of` only what that user owns. Follows no link."""
-    for _, folders, names, place in os.fwalk(folder):
-        for name in (".", *folders, *names):
-            with suppress(OSError):
-                status = os.stat(name, dir_fd=place, follow_symlinks=False)
-                # Another name of the same file may lie anywhere.
-                is_shared = status.st_nlink > 1 and not stat.S_ISDIR(status.st_mode)
-                if status.st_uid == of or (of is None and not is_shared):
-                    os.chown(name, uid, gid, dir_fd=place, follow_symlinks=False)
+    try:
+        for _, folders, names, place in os.fwalk(folder):
+            for name in (".", *folders, *names):
+                with suppress(FileNotFoundError):
+                    status = os.stat(name, dir_fd=place, follow_symlinks=False)
+                    # Another name of the same file may lie anywhere.
+                    is_shared = status.st_nlink > 1 and not stat.S_ISDIR(status.st_mode)
+                    if status.st_uid == of or (of is None and not is_shared):
+                        os.chown(name, uid, gid, dir_fd=place, follow_symlinks=False)
+    except (OSError, RecursionError):  # It is too deep for Python.
+        owner = [] if of is None else [f"--from={of}"]
+        subprocess.run(["chown", "-hR", *owner, f"{uid}:{gid}", "--", str(folder)], capture_output=True, check=False)
 
 
 @dataclass(slots=True)

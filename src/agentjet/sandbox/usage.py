@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import os
 import re
 import stat
@@ -161,19 +162,27 @@ def cpu_of(pids: Iterable[int]) -> float:
     return total / TICKS
 
 
-def disk_bytes(folders: Sequence[Path], pids: Iterable[int] = (), most: float = float("inf")) -> int:
-    """Bytes of the files below `folders`, and of removed files that processes hold open. Stops above `most`."""
+def disk_bytes(folders: Sequence[Path], pids: Iterable[int] = (), most: float = math.inf) -> float:
+    """Bytes of the files below `folders`, and of removed files that processes hold open. Stops above `most`.
+
+    Infinite if a folder cannot be read: it is closed, or its path is too long.
+    """
     total, waiting = 0, [str(folder) for folder in folders]
-    while waiting and total <= most:
-        with suppress(OSError), os.scandir(waiting.pop()) as entries:
-            for entry in entries:
-                with suppress(OSError):
+    while waiting:
+        place = waiting.pop()
+        try:
+            with os.scandir(place) as entries:
+                for entry in entries:
+                    if total > most:
+                        return total
                     status = entry.stat(follow_symlinks=False)
                     total += max(PAGE, status.st_blocks * 512)
                     if stat.S_ISDIR(status.st_mode):
                         waiting.append(entry.path)
-                if total > most:
-                    break
+        except (FileNotFoundError, NotADirectoryError):  # Removed or replaced since.
+            continue
+        except OSError:
+            return math.inf
     return total + sum(removed_files(pids).values())
 
 
