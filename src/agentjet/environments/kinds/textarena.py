@@ -23,7 +23,9 @@ from agentjet.types import Reward
 
 ENDLESS = 100
 MOST_PLAYERS = 15
-LIST = re.compile(r"^.*\b(?:valid|available|legal)\s+(?:moves|actions|targets)\b[^:\n]*:(.*)$", re.IGNORECASE | re.MULTILINE)
+LIST = re.compile(
+    r"^.*\b(?:valid|available|legal)\s+(?:moves|actions|targets)\b[^:\n]*:(.*)$", re.IGNORECASE | re.MULTILINE
+)
 ACTION = re.compile(r"\[[^\[\]\n]+\]")
 PLACEHOLDER = re.compile(r"<|\b(?:is|are) an?\b|\b(?:integers?|numbers?)\b", re.IGNORECASE)
 """A sign that an action of the list has a variable in it, such as `[bet X]`."""
@@ -89,7 +91,9 @@ class TextArena(Kind):
         seats = range(players) if is_self else [task.payload["seat"]]
         match, chance = Match(self, seed), random.Random(f"opponents {seed}")
         match.reset(players)
-        messages = {seat: [{"role": "system", "content": self.system_prompt}] * bool(self.system_prompt) for seat in seats}
+        messages = {
+            seat: [{"role": "system", "content": self.system_prompt}] * bool(self.system_prompt) for seat in seats
+        }
         turns = dict.fromkeys(seats, 0)
         most = min(self.max_turns, model.max_turns or self.max_turns)
         while not match.is_over:
