@@ -15,7 +15,7 @@ import pytest
 from agentjet import environments
 from agentjet.environments.kinds.scienceworld import ScienceWorld
 from agentjet.environments.registry import check_installed
-from agentjet.errors import ConfigError
+from agentjet.errors import AgentJetError, ConfigError
 from tests.environments.test_pool import below, is_running, wait_for
 from tests.environments.test_training import client
 from tests.fakes import saying
@@ -76,10 +76,10 @@ def test_without_java(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 async def test_more_actions_than_allowed_are_a_failure(tmp_path: Path) -> None:
+    reason = "valid actions, and max_actions is 50: increase it, or set simplifications = 'easy'"
     settings: dict[str, Any] = {"processes": 1, "num_tasks": 4, "max_actions": 50}
     with environments.load("scienceworld:1-1", **settings) as environment:
         assert environment.tasks[0].id == "boil-0", "a number names the task, too"
         async with serving(tmp_path / "data", saying(lambda prompt: '"wait"')) as served, client(served) as swarm:
-            report = await swarm.evaluate(environment.agent, environment.tasks[:1], progress=False)
-    assert report.num_aborted == 1
-    assert "valid actions, and max_actions is 50: increase it, or set simplifications = 'easy'" in str(report.errors)
+            with pytest.raises(AgentJetError, match=reason):
+                await swarm.evaluate(environment.agent, environment.tasks[:1], progress=False)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from agentjet import environments
-from agentjet.errors import ConfigError
+from agentjet.errors import AgentJetError, ConfigError
 from tests.environments.test_training import client
 from tests.fakes import saying
 from tests.needs import need
@@ -90,12 +90,12 @@ async def test_invalid_moves_end_the_game_by_its_own_rule(tmp_path: Path) -> Non
 
 
 async def test_a_reward_out_of_range_is_a_failure(tmp_path: Path) -> None:
+    reason = "outside of -0.5 to 0.5: set reward_range if the game's range is another"
     settings: dict[str, Any] = {"reward_range": (-0.5, 0.5), "num_tasks": 1, "held_out": 0}
     with environments.load("textarena:TicTacToe-v0", opponent="self", **settings) as environment:
         async with serving(tmp_path / "data", saying(lambda prompt: '"[0]"')) as served, client(served) as swarm:
-            report = await swarm.evaluate(environment.agent, environment.tasks, progress=False)
-    assert report.num_aborted == 1
-    assert "outside of -0.5 to 0.5: set reward_range if the game's range is another" in str(report.errors)
+            with pytest.raises(AgentJetError, match=reason):
+                await swarm.evaluate(environment.agent, environment.tasks, progress=False)
 
 
 @pytest.mark.parametrize(
