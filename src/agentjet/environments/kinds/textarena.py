@@ -199,7 +199,7 @@ def _made(target: str, arguments: Mapping[str, Any]) -> Any:
             raise
         raise ConfigError(
             f"{target} needs word lists of NLTK, which are not on this machine and could not be downloaded: "
-            f"{sys.executable} -m nltk.downloader words averaged_perceptron_tagger_eng"
+            "python -m nltk.downloader words averaged_perceptron_tagger_eng"
         ) from None
     except SyntaxError as error:
         version = ".".join(map(str, sys.version_info[:2]))
