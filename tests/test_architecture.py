@@ -83,7 +83,8 @@ PACKAGES = {
     "environments": rule(
         f"{VOCABULARY} section sandbox client",
         "httpx pydantic",
-        lazy="anyio gymnasium inspect_ai mcp mcp_types numpy openai openenv reasoning_gym scienceworld textarena verifiers",
+        lazy="anyio gymnasium inspect_ai mcp mcp_types numpy openai openenv reasoning_gym scienceworld textarena "
+        "verifiers",
     ),
     "trackers": rule(VOCABULARY, lazy="mlflow tensorboardX trackio wandb"),
     "research": rule(

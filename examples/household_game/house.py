@@ -1,7 +1,7 @@
 """A household game in text: find an object, carry it to another room, and put it down.
 
-The world has the API of `agentjet.environments`: `Household` lists the tasks, `House` answers actions. Every observation
-comes with the actions that are valid in it, and the sampler produces one of them.
+The world has the API of `agentjet.environments`: `Household` lists the tasks, `House` answers actions. Every
+observation comes with the actions that are valid in it, and the sampler produces one of them.
 
 Held-out tasks are about objects that no other task names. So they cannot be solved by memory of the objects.
 """
@@ -17,19 +17,36 @@ from pydantic import Field
 from agentjet.environments import EnvironmentTask, Game, Observation
 
 ROOMS = ("bathroom", "bedroom", "garage", "garden", "kitchen")
-OBJECTS = tuple(
-    "apple bag ball basket belt blanket book bottle bowl box brush bucket candle chair clock coat cup doll drum fork hat "
-    "jacket jar key knife lamp letter mirror mug pan pen picture pillow plate pot radio".split()
+OBJECTS = (
+    *("apple", "bag", "ball", "basket", "belt", "blanket", "book", "bottle", "bowl", "box", "brush", "bucket"),
+    *("candle", "chair", "clock", "coat", "cup", "doll", "drum", "fork", "hat", "jacket", "jar", "key"),
+    *("knife", "lamp", "letter", "mirror", "mug", "pan", "pen", "picture", "pillow", "plate", "pot", "radio"),
 )
-HELD_OUT_OBJECTS = tuple("broom camera glass guitar ladder phone ring shirt shoe spoon ticket towel".split())
+HELD_OUT_OBJECTS = (
+    *("broom", "camera", "glass", "guitar", "ladder", "phone", "ring", "shirt", "shoe", "spoon", "ticket", "towel"),
+)
 NUM_TRAINING, NUM_HELD_OUT = 800, 200
 MILESTONE = 0.25
 """Reward for each of four: to reach the object, to take it, to carry it to its room, to put it down there."""
 
 
+EXAMPLE = """You tidy a house. An example:
+Task: put the sock in the garden. The sock is in the bedroom.
+You are in the kitchen. You see nothing. You carry nothing.
+"go bedroom"
+You are in the bedroom. You see the sock. You carry nothing.
+"take sock"
+You are in the bedroom. You see nothing. You carry the sock.
+"go garden"
+You are in the garden. You see nothing. You carry the sock.
+"put sock\""""
+
+
 class Household(Game):
     """Put an object into a room."""
 
+    system_prompt: str = EXAMPLE
+    """The first message: a solved task."""
     max_turns: int = Field(6, ge=4)
     """Maximum number of actions. Four are enough."""
 
@@ -53,7 +70,7 @@ def _tasks(objects: tuple[str, ...], count: int, split: Any) -> Iterator[Environ
 
 
 class House:
-    """One episode. The payload names the `object` and the room it is to go `to`, the rooms of all objects, the start."""
+    """One episode. The payload has the `object`, the room `to` which it belongs, the `start`, and all `places`."""
 
     def __init__(self, payload: Mapping[str, Any]) -> None:
         self.target, self.to, self.room = payload["object"], payload["to"], payload["start"]

@@ -127,16 +127,17 @@ class TextArena(Kind):
 
     def _reward(self, match: Match, turns: Mapping[int, int], is_self: bool) -> Reward:
         rewards = match.rewards(self.reward_range) if match.is_over else {}
-        by_turn = {role(seat): [0.0] * (n - 1) + [rewards.get(seat, 0.0)] * (n > 0) for seat, n in turns.items()}
+        # The server knows no role that made no call.
+        by_turn = {role(seat): [0.0] * (n - 1) + [rewards.get(seat, 0.0)] for seat, n in turns.items() if n}
         invalid = [bool(match.facts.get(seat, {}).get("invalid_move")) for seat in turns]
         metrics = {"turns": sum(turns.values()), "completed": match.is_over, "invalid": any(invalid)}
         why = next((str(fact["reason"]) for fact in match.facts.values() if fact.get("reason")), "")
         why = why or ("" if match.is_over else "the game was not played to its end")
         if is_self:
-            by_role = {role(seat): rewards.get(seat, 0.0) for seat in turns}
+            by_role = {name: values[-1] for name, values in by_turn.items()}
             return Reward(match.is_over and not any(invalid), by_role, metrics, by_turn, text=why)
         [seat] = turns
-        return Reward(rewards.get(seat, 0.0), metrics=metrics, by_turn=by_turn[role(seat)], text=why)
+        return Reward(rewards.get(seat, 0.0), metrics=metrics, by_turn=by_turn.get(role(seat), ()), text=why)
 
 
 def role(seat: int) -> str:
@@ -198,7 +199,7 @@ def _made(target: str, arguments: Mapping[str, Any]) -> Any:
             raise
         raise ConfigError(
             f"{target} needs word lists of NLTK, which are not on this machine and could not be downloaded: "
-            f"python -m nltk.downloader words averaged_perceptron_tagger_eng"
+            "python -m nltk.downloader words averaged_perceptron_tagger_eng"
         ) from None
     except SyntaxError as error:
         version = ".".join(map(str, sys.version_info[:2]))
