@@ -74,9 +74,12 @@ class Commands:
         self._commands = list(commands)
         self.conversation: Sequence[dict[str, Any]] = ()
         self.menu: Sequence[str] = ()
+        self.schema: Any = None
 
-    def act(self, messages: Sequence[dict[str, Any]], actions: Sequence[str] = ()) -> Answer:
-        self.conversation, self.menu = messages, actions
+    def act(self, messages: Sequence[dict[str, Any]], actions: Sequence[str] = (), schema: Any = None) -> Answer:
+        self.conversation, self.menu, self.schema = messages, actions, schema
+        if schema is not None:
+            return Answer({"role": "assistant", "content": "[]"}, [self._commands.pop(0) for _ in range(2)])
         command = self._commands.pop(0) if self._commands else "exit"
         if command == "FULL":
             raise ContextFull("the context is full")
@@ -125,6 +128,7 @@ def test_tasks_and_their_splits_are_the_same_in_every_process(tmp_path: Path) ->
         ("task.toml", "[verifier]\ntimeout_sec = inf", "verifier.timeout_sec = inf: Input should be a finite number"),
         ("task.toml", '[environment]\nmemory = "lots"', "environment.memory = 'lots': give a size such as 512M or 2G"),
         ("task.toml", "[verifier]\ntimeout_sec = 9000", "allows 9000 s, more than seconds = 7200: set seconds"),
+        ("task.toml", "[environment]\nmemory_mb = 9000", "needs 9000 MiB, more than memory = 4096: set memory"),
         ("task.toml", "[environment]\ngpus = 1", "environment.gpus is not supported here: Harbor's own backends"),
         ("task.toml", '[[steps]]\nname = "a"', "steps is not supported here"),
         ("task.toml", '[verifier.env]\nKEY = "${KEY}"', "verifier.env, which reads variables of this machine"),
@@ -267,6 +271,11 @@ def test_a_menu_of_commands(tmp_path: Path) -> None:
     model = Commands("true")
     assert play(tmp_path / "one", model, commands=("true",), max_turns=1).value == 0.0
     assert list(model.menu) == ["true"]
+    model = Commands("true", "echo good > answer")
+    settings: dict[str, Any] = {"commands_each_turn": 2, "shows_commands": False, "max_turns": 1}
+    assert play(tmp_path / "one", model, **settings).value == 1.0
+    assert model.schema["items"]["enum"] == ["echo good > answer", "exit"] and model.schema["maxItems"] == 2
+    assert model.conversation[1]["content"] == "Write good into answer."
 
 
 PATH_OF_AGENT = """
