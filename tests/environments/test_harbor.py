@@ -26,6 +26,7 @@ from agentjet.environments.kinds.harbor_folder import read
 from agentjet.environments.kinds.harbor_machines import leads_into
 from agentjet.environments.model import Answer, ContextFull
 from agentjet.errors import ConfigError
+from agentjet.sandbox import Sandbox
 from agentjet.types import Reward
 from tests.fakes import saying
 from tests.needs import need
@@ -302,6 +303,8 @@ cp ~/.bashrc ~/.profile /app; export BASH_ENV=/app/.bashrc
         ("ln -s /usr sub; ln -sf sub/../tests/expected answer", "[no output]"),
         ("rm answer; mkfifo answer", "[no output]"),
         ("chmod 0 answer .", "[no output]"),
+        ("for i in $(seq 150); do mkdir d; cd d; done; mkfifo p", "[no output]"),
+        ("mkdir -p runs/default; cp /bin/true answer", "[no output]"),
         ("rm answer; ln -s answer answer; ln -s /app app; ln -s . here", "[no output]"),
     ],
 )
@@ -503,6 +506,12 @@ def test_a_task_in_a_real_container(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     folder = make(tmp_path / "one", dockerfile="FROM debian:12-slim\nRUN mkdir /app\nWORKDIR /app\nCOPY answer .\n")
     reward = play(folder, Commands("echo good > answer; cat /tests/expected", "cat answer"))
     assert (reward.value, reward.text) == (1.0, "good")
+
+
+@pytest.mark.parametrize("place", ["/usr/x", "/", "app", "/app/../etc", "/proc"])
+def test_a_place_in_the_system_is_refused(tmp_path: Path, place: str) -> None:
+    with pytest.raises(ConfigError, match="name the folder, and a place outside of the system"):
+        Sandbox(folder=tmp_path, places={tmp_path: place}).check()
 
 
 def test_sandboxes_are_not_a_choice(tmp_path: Path) -> None:
