@@ -79,6 +79,11 @@ class Harbor(Kind):
             raise ValueError("tasks of Harbor are always played in sandboxes: leave this setting out")
         return value
 
+    @field_validator("agent_command")
+    @classmethod
+    def _without_spaces(cls, value: str) -> str:
+        return value.strip()
+
     def tasks(self) -> Iterator[EnvironmentTask]:
         if not self.target:
             raise ConfigError("the name has no folder: give harbor:FOLDER with task folders")
