@@ -25,10 +25,17 @@ SETTINGS = Path(__file__).with_name("job.toml")
 CONCURRENCY = 16
 """Episodes at the same time, each in a process."""
 PROMPT = """\
-Write one shell command at a time.
-rm A deletes A. cp A B copies A to B. mv A B renames A to B. sort -o A A sorts the lines of A. \
-sed -i s/x/y/ A replaces x with y in A."""
-SETTINGS_OF_TASKS = {"max_turns": 3, "shows_commands": False, "system_prompt": PROMPT}
+Sort the lines of a.txt.
+Delete b.txt.
+Copy c.txt to d.txt.
+["sort -o a.txt a.txt", "rm b.txt", "cp c.txt d.txt"]
+
+Replace x with y in e.txt.
+Rename f.txt to g.txt.
+Delete h.txt.
+["sed -i s/x/y/ e.txt", "mv f.txt g.txt", "rm h.txt"]"""
+"""Two solved tasks: without them the model often repeats one command."""
+SETTINGS_OF_TASKS = {"max_turns": 1, "commands_each_turn": 3, "shows_commands": False, "system_prompt": PROMPT}
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from agentjet.environments.kinds.harbor_folder import read
 from agentjet.environments.kinds.harbor_machines import leads_into
 from agentjet.environments.model import Answer, ContextFull
 from agentjet.errors import ConfigError
+from agentjet.sandbox import Sandbox
 from agentjet.types import Reward
 from tests.fakes import saying
 from tests.needs import need
@@ -74,9 +75,12 @@ class Commands:
         self._commands = list(commands)
         self.conversation: Sequence[dict[str, Any]] = ()
         self.menu: Sequence[str] = ()
+        self.schema: Any = None
 
-    def act(self, messages: Sequence[dict[str, Any]], actions: Sequence[str] = ()) -> Answer:
-        self.conversation, self.menu = messages, actions
+    def act(self, messages: Sequence[dict[str, Any]], actions: Sequence[str] = (), schema: Any = None) -> Answer:
+        self.conversation, self.menu, self.schema = messages, actions, schema
+        if schema is not None:
+            return Answer({"role": "assistant", "content": "[]"}, [self._commands.pop(0) for _ in range(2)])
         command = self._commands.pop(0) if self._commands else "exit"
         if command == "FULL":
             raise ContextFull("the context is full")
@@ -125,6 +129,7 @@ def test_tasks_and_their_splits_are_the_same_in_every_process(tmp_path: Path) ->
         ("task.toml", "[verifier]\ntimeout_sec = inf", "verifier.timeout_sec = inf: Input should be a finite number"),
         ("task.toml", '[environment]\nmemory = "lots"', "environment.memory = 'lots': give a size such as 512M or 2G"),
         ("task.toml", "[verifier]\ntimeout_sec = 9000", "allows 9000 s, more than seconds = 7200: set seconds"),
+        ("task.toml", "[environment]\nmemory_mb = 9000", "needs 9000 MiB, more than memory = 4096: set memory"),
         ("task.toml", "[environment]\ngpus = 1", "environment.gpus is not supported here: Harbor's own backends"),
         ("task.toml", '[[steps]]\nname = "a"', "steps is not supported here"),
         ("task.toml", '[verifier.env]\nKEY = "${KEY}"', "verifier.env, which reads variables of this machine"),
@@ -267,6 +272,11 @@ def test_a_menu_of_commands(tmp_path: Path) -> None:
     model = Commands("true")
     assert play(tmp_path / "one", model, commands=("true",), max_turns=1).value == 0.0
     assert list(model.menu) == ["true"]
+    model = Commands("true", "echo good > answer")
+    settings: dict[str, Any] = {"commands_each_turn": 2, "shows_commands": False, "max_turns": 1}
+    assert play(tmp_path / "one", model, **settings).value == 1.0
+    assert model.schema["items"]["enum"] == ["echo good > answer", "exit"] and model.schema["maxItems"] == 2
+    assert model.conversation[1]["content"] == "Write good into answer."
 
 
 PATH_OF_AGENT = """
@@ -293,6 +303,8 @@ cp ~/.bashrc ~/.profile /app; export BASH_ENV=/app/.bashrc
         ("ln -s /usr sub; ln -sf sub/../tests/expected answer", "[no output]"),
         ("rm answer; mkfifo answer", "[no output]"),
         ("chmod 0 answer .", "[no output]"),
+        ("for i in $(seq 150); do mkdir d; cd d; done; mkfifo p", "[no output]"),
+        ("mkdir -p runs/default; cp /bin/true answer", "[no output]"),
         ("rm answer; ln -s answer answer; ln -s /app app; ln -s . here", "[no output]"),
     ],
 )
@@ -494,6 +506,12 @@ def test_a_task_in_a_real_container(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     folder = make(tmp_path / "one", dockerfile="FROM debian:12-slim\nRUN mkdir /app\nWORKDIR /app\nCOPY answer .\n")
     reward = play(folder, Commands("echo good > answer; cat /tests/expected", "cat answer"))
     assert (reward.value, reward.text) == (1.0, "good")
+
+
+@pytest.mark.parametrize("place", ["/usr/x", "/", "app", "/app/../etc", "/proc"])
+def test_a_place_in_the_system_is_refused(tmp_path: Path, place: str) -> None:
+    with pytest.raises(ConfigError, match="name the folder, and a place outside of the system"):
+        Sandbox(folder=tmp_path, places={tmp_path: place}).check()
 
 
 def test_sandboxes_are_not_a_choice(tmp_path: Path) -> None:

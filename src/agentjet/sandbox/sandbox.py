@@ -199,7 +199,7 @@ class Sandbox:
             bind = [binds[path], str(sources[path])] if path in binds else ["--perms", "0755", "--dir"]
             words += [*bind, str(path)]
         for place, source in sources.items():
-            for path in hidden([source]):
+            for path in hidden([source]) if source not in self.places else ():
                 inside = str(place / path.relative_to(source))
                 words += ["--perms", "0000", "--tmpfs", inside] if path.is_dir() else ["--ro-bind", "/dev/null", inside]
         return [*words, "--remount-ro", "/dev", "--remount-ro", "/"]

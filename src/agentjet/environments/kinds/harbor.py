@@ -26,7 +26,7 @@ from agentjet.environments.environment import GIVEN
 from agentjet.environments.kind import EnvironmentFailed, EnvironmentTask, Kind, Split
 from agentjet.environments.kinds.harbor_folder import HarborTask, read
 from agentjet.environments.kinds.harbor_machines import PATH, Container, Machine, Sandboxes, check, remove
-from agentjet.environments.model import ContextFull, Model
+from agentjet.environments.model import Answer, ContextFull, Message, Model
 from agentjet.errors import ConfigError
 from agentjet.sandbox import programs
 from agentjet.types import Reward, beginning
@@ -53,6 +53,8 @@ class Harbor(Kind):
     commands: tuple[str, ...] = ()
     """Commands that the agent chooses from; default: `commands` in the table `metadata.agentjet` of the task, else
     any."""
+    commands_each_turn: int = Field(1, ge=1)
+    """Number of these commands in an answer, which is a JSON list if there are several."""
     shows_commands: bool = True
     """Write these commands below the instruction. The sampler enforces them either way."""
     command_seconds: float = Field(60.0, gt=0)
@@ -77,6 +79,11 @@ class Harbor(Kind):
             raise ValueError("tasks of Harbor are always played in sandboxes: leave this setting out")
         return value
 
+    @field_validator("agent_command")
+    @classmethod
+    def _without_spaces(cls, value: str) -> str:
+        return value.strip()
+
     def tasks(self) -> Iterator[EnvironmentTask]:
         if not self.target:
             raise ConfigError("the name has no folder: give harbor:FOLDER with task folders")
@@ -93,6 +100,10 @@ class Harbor(Kind):
         if limits > self.seconds:
             raise ConfigError(
                 f"{task.folder / 'task.toml'} allows {limits:g} s, more than seconds = {self.seconds:g}: set seconds"
+            )
+        if not task.needs_container and (task.memory_mb or 0) > self.memory:
+            raise ConfigError(
+                f"{task.folder / 'task.toml'} needs {task.memory_mb} MiB, more than memory = {self.memory}: set memory"
             )
         if self.agent_command and task.needs_container:
             raise ConfigError(
@@ -161,7 +172,7 @@ class Harbor(Kind):
         most = min(self.max_turns, model.max_turns or self.max_turns)
         while len(trajectory) < most and seconds > 0:
             try:
-                answer = model.act(messages, menu)
+                answer = self._answer(model, messages, menu)
             except ContextFull:
                 if not trajectory:
                     raise  # The instruction alone is too long: nothing was done.
@@ -176,6 +187,16 @@ class Harbor(Kind):
             trajectory.append({"command": command, "output": ran.output, "code": ran.code, "end": ran.excess})
             messages += [answer.message, {"role": "user", "content": self._shown(ran.output, ran.code, ran.excess)}]
         return {"turns": float(len(trajectory))}
+
+    def _answer(self, model: Model, messages: list[Message], menu: list[str]) -> Answer:
+        """An answer whose action is a text: a command, or several in lines."""
+        number = self.commands_each_turn
+        if not menu or number == 1:
+            return model.act(messages, menu)
+        items = {"type": "string", "enum": menu}
+        schema = {"type": "array", "items": items, "minItems": number, "maxItems": number}
+        answer = model.act(messages, schema=schema)
+        return Answer(answer.message, "\n".join(answer.action))
 
     def _shown(self, output: str, code: int | None, excess: str) -> str:
         """The message to the model about a command."""

@@ -33,6 +33,8 @@ LINKED = ("bin", "lib", "lib32", "lib64", "sbin", "usr")
 """Folders of the system to which a link of the agent may lead."""
 NOT_STARTED = ("bwrap: ", "the sandbox could not be closed: ")
 """Beginnings of an output that is the sandbox's, not the program's."""
+MAX_DEPTH = 100
+"""Deepest folder that is kept: a path has 4096 bytes at most, and copies are recursive."""
 COPIED = (stat.S_ISREG, stat.S_ISDIR, stat.S_ISLNK)
 DEFAULT_MEMORY_MB, DEFAULT_STORAGE_MB = 2048, 1024
 CONTAINER_SECONDS = 60.0
@@ -209,6 +211,9 @@ def clean(root: Path, tops: Sequence[str]) -> None:
     waiting = [root / top for top in (*tops, "logs")]
     while waiting:
         folder = waiting.pop()
+        if len(folder.parts) - len(root.parts) > MAX_DEPTH:
+            remove(folder)
+            continue
         folder.chmod(folder.stat().st_mode & 0o777 | 0o700)
         with os.scandir(folder) as entries:
             for entry in entries:
