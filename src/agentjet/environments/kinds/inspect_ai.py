@@ -85,8 +85,8 @@ class Inspect(Kind):
         name = self.tool_sandbox or (spec.type if spec is not None else "")
         if name == "docker" and shutil.which("docker") is None:
             raise ConfigError(
-                f"the sample {_id(sample)} of {self.target} needs inspect's sandbox {name!r}, which Docker Engine gives: "
-                "install it, or set tool_sandbox=local, which isolates nothing"
+                f"sample {_id(sample)} of {self.target} needs inspect's sandbox docker, and there is no docker: "
+                "install Docker Engine, or set tool_sandbox = local, which isolates nothing"
             )
 
     def play(self, task: EnvironmentTask, model: Model) -> Reward:

@@ -182,7 +182,8 @@ class Mcp(Kind):
         try:
             if self._server is None:
                 self._kept = ExitStack()
-                self._server = self._kept.enter_context(_connected(self))
+                # Not within the connection: its end would turn an error into an ExceptionGroup.
+                self._server = Server(self, *self._kept.enter_context(_connected(self)))
             yield self._server
         except BaseException:
             self.close()
@@ -247,7 +248,7 @@ class Server:
 
 
 @contextmanager
-def _connected(kind: Mcp) -> Iterator[Server]:
+def _connected(kind: Mcp) -> Iterator[tuple[Client, BlockingPortal, Printed]]:
     """Starts a server, or connects to its URL. Raises `EnvironmentFailed` with the end of what it printed."""
     from anyio.from_thread import start_blocking_portal
     from mcp import Client, stdio_client
@@ -260,7 +261,7 @@ def _connected(kind: Mcp) -> Iterator[Server]:
             place = kind.target if is_url else stdio_client(_parameters(kind), file)
             client = Client(place, read_timeout_seconds=kind.tool_seconds)
             opened.enter_context(portal.wrap_async_context_manager(client))
-        yield Server(kind, client, portal, printed)
+        yield client, portal, printed
 
 
 def _parameters(kind: Mcp) -> Any:
