@@ -59,9 +59,12 @@ def obeying(prompt: str) -> str:
 async def swarm(folder: Path) -> AsyncIterator[tuple[AsyncSwarm, Served]]:
     card = make_model_info(folder / "tokenizer", "qwen3", tool_format="hermes")
     job = {"batch_size": 1, "group_size": 2, "max_tokens": 512}
-    async with serving(folder / "data", saying(obeying), card=card, job=job) as served:
-        async with AsyncSwarm(served.url, ADMIN, retry=Retry(patience=5.0)) as client:
-            yield client, served
+    retry = Retry(patience=5.0)
+    async with (
+        serving(folder / "data", saying(obeying), card=card, job=job) as served,
+        AsyncSwarm(served.url, ADMIN, retry=retry) as client,
+    ):
+        yield client, served
 
 
 async def played(folder: Path, *questions: str, answer: str = "?", **settings: Any) -> EvalReport:
@@ -79,10 +82,7 @@ def texts(report: EvalReport) -> list[str]:
 def test_tasks_have_ids_and_splits_that_stay(tmp_path: Path) -> None:
     with load(tmp_path) as first, load(tmp_path, ROWS[::-1]) as second:
         assert [task.id for task in first.tasks] == ["lamp"] and len(first.held_out) == 1
-        assert (first.tasks, first.held_out) == (
-            [*map(lambda task: type(task)(task.id, first.name, task.payload), second.tasks)],
-            [*map(lambda task: type(task)(task.id, first.name, task.payload), second.held_out)],
-        )
+        assert (first.tasks, first.held_out) == (second.tasks, second.held_out)
         assert first.tasks[0].payload == ROWS[0]
 
 
@@ -158,7 +158,7 @@ async def test_a_server_that_fails_aborts_and_the_next_episode_works(
 
 @pytest.mark.parametrize(
     ("returned", "error"),
-    [("None", "None: return a number or a Reward"), ("float('nan')", "nan"), ("1 / 0", "ZeroDiv")],
+    [("None", "return a number or a Reward"), ("float('nan')", "nan"), ("1 / 0", "ZeroDiv")],
 )
 async def test_an_episode_without_a_score_is_aborted(tmp_path: Path, returned: str, error: str) -> None:
     (tmp_path / "reward.py").write_text(f"def score(row, played): return {returned}")
