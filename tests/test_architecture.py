@@ -83,7 +83,7 @@ PACKAGES = {
     "environments": rule(
         f"{VOCABULARY} section sandbox client",
         "httpx pydantic",
-        lazy="gymnasium inspect_ai mcp openai openenv reasoning_gym scienceworld textarena verifiers",
+        lazy="anyio gymnasium inspect_ai mcp mcp_types openai openenv reasoning_gym scienceworld textarena verifiers",
     ),
     "trackers": rule(VOCABULARY, lazy="mlflow tensorboardX trackio wandb"),
     "research": rule(f"{VOCABULARY} database config sandbox client", "jinja2 markdown_it numpy pydantic scipy", lazy="httpx"),
