@@ -11,7 +11,7 @@ import json
 import os
 import re
 import shlex
-import sys
+import sysconfig
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -270,7 +270,7 @@ def _parameters(kind: Mcp) -> Any:
 
     words = [str(_from_caller(Path(word))) if "/" in word or "." in word else word for word in _words(kind.target)]
     # Programs of this Python environment are found, as if it were activated.
-    path = os.pathsep.join((os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)))
+    path = os.pathsep.join((sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)))
     variables = {"PATH": path, "PYTHONPATH": os.environ.get("PYTHONPATH", ""), **kind.variables}
     return StdioServerParameters(command=words[0], args=words[1:], env=variables, cwd=Path.cwd())
 
