@@ -101,7 +101,7 @@ async def test_limits_count_if_the_sample_is_scored(tmp_path: Path) -> None:
 )
 async def test_values_of_scores(tmp_path: Path, settings: dict[str, Any], value: float) -> None:
     report = await played(tmp_path, "scored", **settings)
-    assert (report.mean_reward, report.results[0].error) == (value, None)
+    assert (report.mean_reward, report.results[0].error) == (value, "")
 
 
 @pytest.mark.parametrize(
