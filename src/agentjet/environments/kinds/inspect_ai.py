@@ -102,12 +102,14 @@ class Inspect(Kind):
             shutil.rmtree(LOGS, ignore_errors=True)  # The log reads its samples from there.
 
     def _reward(self, played: EvalSample) -> Reward:
+        # inspect also counts the turn that it refused.
+        turns = (played.turn_count or 0) - (played.limit is not None and played.limit.type == "turn")
         values = {name: _number(name, value) for name, value in _values(played).items()}
         chosen = self.scorer or next(iter(values))
         if chosen not in values:
             raise ConfigError(f"scorer = {chosen!r}: the sample has the scores {', '.join(values)}; give one of them")
         name = chosen.partition("/")[0]
-        metrics = {f"score/{name}": value for name, value in values.items()} | {"turns": played.turn_count or 0}
+        metrics = {f"score/{name}": value for name, value in values.items()} | {"turns": turns}
         score = (played.scores or {})[name]
         return Reward(values[chosen], metrics=metrics, text=score.explanation or score.reason or "")
 
