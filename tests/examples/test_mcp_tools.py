@@ -28,8 +28,6 @@ def test_held_out_items_are_neither_trained_on_nor_shown(tmp_path: Path) -> None
     assert all(row["id"] in row["question"] for row in rows)
     right = {server.number(column, row["id"]) for row in rows for column in ("price", "stock")}
     assert {row["answer"] for row in rows} <= right
-        server.number(column, row["id"]) for row in rows for column in ("price", "stock")
-    }
 
 
 def test_an_item_that_the_shop_does_not_have() -> None:
