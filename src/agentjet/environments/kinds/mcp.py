@@ -265,7 +265,7 @@ def _connected(kind: Mcp) -> Iterator[tuple[Client, BlockingPortal, Printed]]:
 
 
 def _parameters(kind: Mcp) -> Any:
-    """The command with absolute paths, because each episode has an empty folder of its own."""
+    """The command with absolute paths, because each process runs in an empty folder."""
     from mcp import StdioServerParameters
 
     words = [str(_from_caller(Path(word))) if "/" in word or "." in word else word for word in _words(kind.target)]
@@ -337,7 +337,7 @@ def _from_caller(path: Path) -> Path:
 
 
 def _text(result: mcp_types.CallToolResult) -> str:
-    """The result as text. What is not text is named."""
+    """The result as text. Other content is named."""
     parts = [_part(content) for content in result.content]
     if not parts and result.structured_content is not None:
         return json.dumps(result.structured_content)
