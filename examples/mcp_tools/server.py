@@ -7,8 +7,15 @@ import hashlib
 
 from mcp.server import MCPServer
 
-COLOURS = ["amber", "azure", "beige", "black", "blue", "bronze", "brown", "copper", "coral", "cream", "crimson", "gold", "gray", "green", "indigo", "ivory", "jade", "lemon", "lilac", "lime", "maroon", "mint", "navy", "olive", "orange", "peach", "pink", "plum", "purple", "red", "rose", "ruby", "silver", "tan", "teal", "violet", "white", "yellow"]
-THINGS = ["apron", "basket", "bell", "belt", "bench", "blanket", "boat", "book", "boot", "bottle", "bowl", "box", "brush", "bucket", "button", "candle", "carpet", "chain", "chair", "clock", "coat", "cup", "curtain", "desk", "door", "drum", "fan", "flag", "fork", "frame", "glove", "hammer", "hat", "kettle", "key", "kite", "knife", "ladder", "lamp", "lock", "mirror", "mug", "needle", "oven", "pan", "pen", "piano", "pillow", "pipe", "plate", "pot", "purse", "ring", "rope", "rug", "saddle", "scarf", "shelf", "shirt", "shoe", "sofa", "spoon", "stool", "table", "tent", "tie", "towel", "toy", "tray", "vase", "violin", "wagon", "wallet", "whistle", "window"]
+COLOUR_NAMES = """
+amber azure beige black blue bronze brown copper coral cream crimson gold gray green indigo ivory jade lemon
+lilac lime maroon mint navy olive orange peach pink plum purple red rose ruby silver tan teal violet white yellow"""
+THING_NAMES = """
+apron basket bell belt bench blanket boat book boot bottle bowl box brush bucket button candle carpet chain
+chair clock coat cup curtain desk door drum fan flag fork frame glove hammer hat kettle key kite knife ladder lamp lock
+mirror mug needle oven pan pen piano pillow pipe plate pot purse ring rope rug saddle scarf shelf shirt shoe sofa spoon
+stool table tent tie towel toy tray vase violin wagon wallet whistle window"""
+COLOURS, THINGS = COLOUR_NAMES.split(), THING_NAMES.split()
 
 server = MCPServer("shop", log_level="ERROR")
 

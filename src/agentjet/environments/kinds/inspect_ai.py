@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import chdir
 from functools import cached_property
 from math import isfinite
 from pathlib import Path
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 WORDS = {"c", "i", "p", "n", "yes", "no", "true", "false"}
 """Texts that inspect takes for numbers."""
+LOGS = "logs"
+"""In the folder of the process."""
 
 
 class Inspect(Kind):
@@ -57,9 +60,12 @@ class Inspect(Kind):
         path = Path(os.environ.get("AGENTJET_CALLER", "")).absolute() / file
         if file.endswith(".py") and not path.is_file():
             raise ConfigError(f"there is no file {path}: give FILE.py@TASK, or package/task")
-        spec = f"{path}{at}{name}" if path.is_file() else self.target
         try:
-            tasks = load_tasks([spec], dict(self.task_args))
+            if path.is_file():
+                with chdir(path.parent):  # Patterns of files must be relative.
+                    tasks = load_tasks([f"{path.name}{at}{name}"], dict(self.task_args))
+            else:
+                tasks = load_tasks([self.target], dict(self.task_args))
         except (Exception, SystemExit) as error:  # The boundary: the user's file may raise anything.
             raise ConfigError(f"the task {self.target!r} cannot be loaded: {type(error).__name__}: {error}") from error
         if len(tasks) != 1:
@@ -85,23 +91,30 @@ class Inspect(Kind):
         name = self.tool_sandbox or (spec.type if spec is not None else "")
         if name == "docker" and shutil.which("docker") is None:
             raise ConfigError(
-                f"the sample {_id(sample)} of {self.target} needs inspect's sandbox {name!r}, from Docker: "
-                "install it, or set tool_sandbox=local, which isolates nothing"
+                f"sample {_id(sample)} of {self.target} needs inspect's sandbox docker, and there is no docker: "
+                "install Docker Engine, or set tool_sandbox = local, which isolates nothing"
             )
 
     def play(self, task: EnvironmentTask, model: Model) -> Reward:
-        played = self._played(self._evaluated(task, model))
+        try:
+            return self._reward(self._played(self._evaluated(task, model)))
+        finally:
+            shutil.rmtree(LOGS, ignore_errors=True)  # The log reads its samples from there.
+
+    def _reward(self, played: EvalSample) -> Reward:
+        # inspect also counts the turn that it refused.
+        turns = (played.turn_count or 0) - (played.limit is not None and played.limit.type == "turn")
         values = {name: _number(name, value) for name, value in _values(played).items()}
         chosen = self.scorer or next(iter(values))
         if chosen not in values:
             raise ConfigError(f"scorer = {chosen!r}: the sample has the scores {', '.join(values)}; give one of them")
         name = chosen.partition("/")[0]
-        metrics = {f"score/{name}": value for name, value in values.items()} | {"turns": played.turn_count or 0}
+        metrics = {f"score/{name}": value for name, value in values.items()} | {"turns": turns}
         score = (played.scores or {})[name]
         return Reward(values[chosen], metrics=metrics, text=score.explanation or score.reason or "")
 
     def _evaluated(self, task: EnvironmentTask, model: Model) -> Any:
-        """The log of an eval of one sample, which is not written to a file that stays."""
+        """The log of an eval of one sample."""
         from inspect_ai import eval
         from inspect_ai.dataset import MemoryDataset
         from inspect_ai.model import GenerateConfig, get_model
@@ -131,11 +144,10 @@ class Inspect(Kind):
             retry_on_error=0,
             display="none",
             log_level="warning",
-            log_dir="logs",
+            log_dir=LOGS,
             log_realtime=False,
             ctl_server=False,
         )
-        shutil.rmtree("logs", ignore_errors=True)
         return log
 
     def _played(self, log: Any) -> EvalSample:

@@ -182,7 +182,8 @@ class Mcp(Kind):
         try:
             if self._server is None:
                 self._kept = ExitStack()
-                self._server = self._kept.enter_context(_connected(self))
+                # Not within the connection: its end would turn an error into an ExceptionGroup.
+                self._server = Server(self, *self._kept.enter_context(_connected(self)))
             yield self._server
         except BaseException:
             self.close()
@@ -247,7 +248,7 @@ class Server:
 
 
 @contextmanager
-def _connected(kind: Mcp) -> Iterator[Server]:
+def _connected(kind: Mcp) -> Iterator[tuple[Client, BlockingPortal, Printed]]:
     """Starts a server, or connects to its URL. Raises `EnvironmentFailed` with the end of what it printed."""
     from anyio.from_thread import start_blocking_portal
     from mcp import Client, stdio_client
@@ -260,11 +261,11 @@ def _connected(kind: Mcp) -> Iterator[Server]:
             place = kind.target if is_url else stdio_client(_parameters(kind), file)
             client = Client(place, read_timeout_seconds=kind.tool_seconds)
             opened.enter_context(portal.wrap_async_context_manager(client))
-        yield Server(kind, client, portal, printed)
+        yield client, portal, printed
 
 
 def _parameters(kind: Mcp) -> Any:
-    """The command with absolute paths, because each episode has an empty folder of its own."""
+    """The command with absolute paths, because each process runs in an empty folder."""
     from mcp import StdioServerParameters
 
     words = [str(_from_caller(Path(word))) if "/" in word or "." in word else word for word in _words(kind.target)]
@@ -336,7 +337,7 @@ def _from_caller(path: Path) -> Path:
 
 
 def _text(result: mcp_types.CallToolResult) -> str:
-    """The result as text. What is not text is named."""
+    """The result as text. Other content is named."""
     parts = [_part(content) for content in result.content]
     if not parts and result.structured_content is not None:
         return json.dumps(result.structured_content)
