@@ -92,6 +92,7 @@ bench: $(BENCH_INSTALLED)  ## the README's first example, a step against TRL's, 
 	$(BIN)/python -m bench.sampler
 	$(BIN)/python -m bench.merge
 	$(BIN)/python -m bench.models
+	$(BIN)/python -m bench.environments
 	$(BIN)/python -m bench.gateway
 	$(BIN)/python -m bench.hostile
 	$(BIN)/python -m bench.lag

@@ -8,6 +8,7 @@
   `overhead_ms`. Start of a process until it takes orders: `start_ms`, and its CPU: `start_cpu_ms`.
 * `cocktail`: three kinds by weights, of which one crashes in 30 % of its episodes: the largest error of a share, and
   batches that took more than ten times the median.
+* `sandbox`: attempts to leave a sandbox, and the CPU of its start: `bench/sandbox.py`.
 
 Prints tables, then one JSON object as the last line.
 """
@@ -47,6 +48,7 @@ from agentjet.environments.pool import Worker
 from agentjet.errors import AgentJetError
 from agentjet.sandbox.usage import cpu_of, descendants
 from agentjet.types import Reward, SamplingParams, Task
+from bench import sandbox
 from bench.machine import CASES, ROOT, bounded, grid, report
 from bench.talk import Talk
 from conformance.audit import _contexts, _trained
@@ -55,8 +57,8 @@ from tests.fakes import saying
 from tests.server.serving import ADMIN, serving
 from tests.timeline.models import make_model
 
-LEAST = {"kinds": 9, "exact": 9}
-MOST = {"overhead_ms": 20, "share_err": 0.05, "stalled": 0}
+LEAST = {"kinds": 9, "exact": 9} | sandbox.LEAST
+MOST = {"overhead_ms": 20, "share_err": 0.05, "stalled": 0} | sandbox.MOST
 MODEL = "smollm2-135m"
 TEMPLATE = "qwen3"
 """Template with tools, of the sampler that records."""
@@ -324,7 +326,13 @@ def cocktail() -> Found:
     return figures, [grid(rows)]
 
 
-PARTS: dict[str, Callable[[], Found]] = {"kinds": kinds, "exact": exact, "overhead": overhead, "cocktail": cocktail}
+PARTS: dict[str, Callable[[], Found]] = {
+    "kinds": kinds,
+    "exact": exact,
+    "overhead": overhead,
+    "cocktail": cocktail,
+    "sandbox": sandbox.measured,
+}
 
 
 def main() -> None:

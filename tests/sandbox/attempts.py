@@ -37,7 +37,8 @@ bait = json.loads(os.environ["BAIT"]); bait["token"] = "".join(bait["halves"])
 libc = ctypes.CDLL(None, use_errno=True)
 def got(what): print("GOT", str(what)[:200], flush=True)
 def call(x86, arm, *arguments):
-    code = libc.syscall(x86 if platform.machine() == "x86_64" else arm, *arguments)
+    words = [ctypes.c_long(word) if isinstance(word, int) else word for word in arguments]
+    code = libc.syscall(x86 if platform.machine() == "x86_64" else arm, *words)
     if code < 0: raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return code
 def ask(request):

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -283,7 +284,7 @@ def test_what_the_proxy_forwards(target: bytes, method: bytes, allowed: tuple[st
 @pytest.mark.parametrize(
     ("version", "settings", "is_root", "in_container", "message"),
     [
-        ("", {}, False, False, "needs? bubblewrap, which is not installed: apt-get install bubblewrap"),
+        ("", {}, False, False, "need bubblewrap, which is not installed: apt-get install bubblewrap"),
         ("bubblewrap 0.4.0", {}, False, False, "bubblewrap 0.8, and bubblewrap 0.4.0 is installed"),
         (
             "bubblewrap 0.8.0",
@@ -309,11 +310,7 @@ def test_why_there_is_no_sandbox(
     version: str, settings: dict[str, str], is_root: bool, in_container: bool, message: str
 ) -> None:
     found = reason_of(version, "bwrap: No permissions", settings, is_root=is_root, in_container=in_container)
-    pytest.raises(ConfigError, raising, found).match(message)
-
-
-def raising(message: str) -> None:
-    raise ConfigError(message)
+    assert re.search(message, found)
 
 
 def test_without_bubblewrap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -513,7 +513,7 @@ class CommandLine:
         return [folders[root] for root in sorted(outer)] + own
 
     def readable(self, copies: Mapping[Path, Path] | None = None) -> tuple[Path, ...]:
-        """What the program needs in a sandbox: the watched folders, their copies, its interpreter."""
+        """The paths that a sandbox must show: the watched folders, their copies, its interpreter."""
         from agentjet.sandbox import programs
 
         watched = self.watched()

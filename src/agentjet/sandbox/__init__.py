@@ -1,4 +1,4 @@
-"""Isolated places for code that nobody vouches for: bubblewrap with Landlock beneath."""
+"""Isolated places for untrusted code: bubblewrap with Landlock beneath."""
 
 from agentjet.sandbox.check import attempts, holds, missing
 from agentjet.sandbox.process import AsyncProcess, Process

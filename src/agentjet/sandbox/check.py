@@ -1,4 +1,4 @@
-"""Whether sandboxes work on this machine: `missing` and the way out, `attempts` to leave one, what it `holds`."""
+"""The test of this machine: `missing` and the way out, `attempts` to leave a sandbox, its layers (`holds`)."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ USERS = range(60_578, 61_184)
 """Users of sandboxes that root starts. systemd's table of users leaves them unused."""
 USER = "sandbox"
 PORT = 8473
-"""Port of the model inside. Each sandbox has a network of its own, so all have the same."""
+"""Port of the model inside. Each sandbox has another network, so all have the same port."""
 COUNTED_BY_NAMESPACE = (5, 14)
 """Version of Linux from which the limit of processes counts those of a user namespace."""
 
@@ -151,7 +151,7 @@ class AsyncProcess:
 
 @dataclass(slots=True)
 class _Watched:
-    """What the watch thread knows about one sandbox."""
+    """The state of one sandbox in the watch thread."""
 
     process: Process
     limits: Limits

@@ -1,6 +1,6 @@
-"""`Sandbox`: a program that nobody vouches for sees, reaches and uses only what is named here.
+"""`Sandbox`: an untrusted program sees, reaches and uses only what is named here.
 
-bubblewrap gives it file systems, processes and a network of its own; Landlock, a seccomp filter and resource limits
+bubblewrap separates its file systems, processes and network; Landlock, a seccomp filter and resource limits
 lie beneath (`inside.py`, `filter.py`). `process.py` starts and watches it, `proxy.py` is its only way to a network.
 
 * It sees programs of the system, few files of `/etc`, Python's environment and the named folders. A server's data dir
@@ -80,7 +80,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sandbox:
-    """What a program may see, reach and use. `start` raises `ConfigError` for what cannot be given."""
+    """The rights of a program. `start` raises `ConfigError` for what cannot be given."""
 
     folder: Path
     """The working directory, writable. HOME, unless `variables` has another."""
@@ -269,7 +269,7 @@ def origin_of(url: str) -> str:
 
 
 def programs(name: str) -> tuple[Path, ...]:
-    """What a sandbox must show besides the system, so that a program runs: its file, or its installation.
+    """The paths that a program needs besides the system: its file, or its installation.
 
     `name` is that of the program, or its path. A program that is not found needs nothing.
     """
