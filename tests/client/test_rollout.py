@@ -22,16 +22,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from agentjet.client import (
-    AgentFailing,
-    AsyncEpisode,
-    AsyncSwarm,
-    Endpoint,
-    Episode,
-    EpisodeResult,
-    Retry,
-    wilson_interval,
-)
+from agentjet.client import AgentFailing, AsyncEpisode, AsyncSwarm, Endpoint, Episode, Retry, wilson_interval
 from agentjet.client.agent_source import AgentVersion
 from agentjet.client.episode import STOPPED, wait_for_end
 from agentjet.client.rollout import (
@@ -888,7 +879,7 @@ async def test_a_task_set_that_hangs_takes_its_capacity_only() -> None:
         request = BeginRequest(client_id="c", task_id=spec.task.id, task_set=spec.task.task_set)
         return Endpoint("http://127.0.0.1:9/v1", "m").begin(request), agent
 
-    def report(spec: RolloutSpec, result: EpisodeResult, last: bool) -> None:
+    def report(spec: RolloutSpec, result: object, last: bool) -> None:
         done[spec.task.task_set] += 1
 
     tasks = [Task(f"{name}-{number}", name) for name in ("hanging", "sound") for number in range(4)]

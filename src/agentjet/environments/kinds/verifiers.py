@@ -187,7 +187,7 @@ def _module_name(target: str) -> str:
 
 
 def _check_taskset(vf: Any, target: str, name: str) -> None:
-    """Raises `ConfigError` if the target does not exist, needs a package, or is no taskset."""
+    """Raises `ConfigError` if the target does not exist, lacks a package, or has no taskset."""
     try:
         module = vf.import_taskset(name)
     except ModuleNotFoundError as error:
