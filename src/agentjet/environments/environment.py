@@ -60,7 +60,7 @@ class Environment:
         return {
             "base_url": episode.base_url,
             "api_key": episode.api_key,
-            "url_with_key": episode.url_with_key,
+            "url_with_key": episode.url_with_key if episode.is_recorded else "",
             "name": policy or episode.model,
             "max_turns": episode.max_turns,
             "max_tokens": self.kind.max_tokens,

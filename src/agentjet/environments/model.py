@@ -48,7 +48,7 @@ class Model:
     api_key: str
     name: str
     url_with_key: str = ""
-    """For clients that cannot send a key."""
+    """For clients that cannot send a key. Empty: the model is not of an AgentJet server."""
     max_turns: int = 0
     """Maximum calls that the recipe allows; 0: no maximum."""
     max_tokens: int | None = None
