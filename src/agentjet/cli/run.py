@@ -154,7 +154,7 @@ def _agent(
     version = program.version(code_version_of(score) if is_function else "")
     options |= {"any_exit_code": reward == EXIT_CODE, "code_version": version}
     if options["sandbox"] is not None:
-        options["readable"] = program.readable()
+        options |= {"readable": program.readable(), "variables": _moved_python_path({})}
     command = Command(program.moved({}), score, **options)
     if shutil.which(command.arguments[0]) is None:
         raise ConfigError(f"the command {program.arguments[0]!r} is missing or not executable")
