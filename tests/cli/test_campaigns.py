@@ -188,3 +188,14 @@ def test_a_proposer_that_does_not_answer_is_named(tmp_path: Path) -> None:
         assert lines[1:] == [f"   3 {said}", f"   4 {said}"]
         assert research("digest", tmp_path).count(said) == 2, "once, and as the newest entry"
         assert json.loads(research("status", tmp_path, "--json"))["away"] == [said]
+
+
+def test_a_campaign_without_a_sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentjet.sandbox.missing", lambda: "sandboxes need bubblewrap: apt-get install bubblewrap")
+    subject = write_subject(tmp_path / "user")
+    given = ["start", "--topic", "why?", "--subject", subject, "--budget", "20runs", "--out", tmp_path / "c"]
+    refusal = (
+        "a campaign runs code that nobody has read: sandboxes need bubblewrap: apt-get install bubblewrap; or run it"
+    )
+    assert refusal in research(*given)
+    assert not (tmp_path / "c").exists()

@@ -125,6 +125,7 @@ ECHO = ("echo", "{task.c}")
         ("must lie in the command's working directory", ["--reward", "file:../reward"], ()),
         ("--source nowhere: no such file", ["--reward", "stdout", "--source", "nowhere"], ()),
         ("--watch: the command line names no file or folder of yours", ["--reward", "stdout", "--watch"], ("true",)),
+        (r"--memory 2 is a limit of the sandbox: give --sandbox", ["--reward", "stdout", "--memory", "2"], ()),
         ("--watch and --eval exclude", ["--reward", "stdout", "--watch", "--eval"], ()),
         ("--repeats is for --eval", ["--reward", "stdout", "--repeats", "3"], ()),
         ("--steps and --eval exclude each other", ["--reward", "stdout", "--eval", "--steps", "3"], ()),

@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import time
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from agentjet.client import AgentFailing, AsyncEpisode, AsyncSwarm, Command, Com
 from agentjet.client.command import environment, fill_placeholders, payload_json
 from agentjet.errors import ConfigError
 from agentjet.protocol import BeginRequest, BeginResponse
+from agentjet.sandbox import Limits
 from agentjet.types import Task
 from tests.client.server import TOKEN as FAKE_TOKEN
 from tests.client.server import URL, FakeServer
@@ -419,3 +421,22 @@ def test_a_payload_that_is_not_json_is_refused_by_task_value_and_type(payload: A
 @pytest.mark.parametrize("payload", [None, "text", 1.5, True, [1, (2,)], {1: "a", None: {"b": []}}])
 def test_other_payloads_reach_the_program(payload: Any) -> None:
     assert payload_json(Task("t", payload=payload)) == json.dumps(payload)
+
+
+@pytest.mark.needs("bubblewrap")
+async def test_a_program_in_a_sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET", "1")
+    tmp_path.chmod(0o755)
+    (tmp_path / "agent.sh").write_text("echo $OPENAI_BASE_URL $AGENTJET_URL $SECRET; echo 1 > made; sleep ${1:-0}")
+    results = []
+    command = Command(
+        ["sh", str(tmp_path / "agent.sh")],
+        lambda payload, result: results.append((result.stdout, (result.folder / "made").read_text())) or 1.0,
+        sandbox=Limits(),
+        readable=[tmp_path],
+    )
+    assert await command(TASK, episode()) == 1.0
+    assert results == [("http://127.0.0.1:8473/v1 http://127.0.0.1:8473\n", "1\n")]
+    slow = replace(command, arguments=[*command.arguments, "60"], timeout=0.5)
+    with pytest.raises(CommandFailed, match=r"ran longer than 0\.5 s"):
+        await slow(TASK, episode())

@@ -202,7 +202,11 @@ def _agent(
     version = program.version(code_version_of(score) if is_function else "")
     options |= {"any_exit_code": reward == EXIT_CODE, "code_version": version}
     if options["sandbox"] is not None:
-        options["readable"] = program.readable()
+        from agentjet.sandbox import Sandbox
+
+        options |= {"readable": program.readable(), "variables": _moved_python_path({})}
+        with tempfile.TemporaryDirectory() as folder:
+            Sandbox(folder=Path(folder), readable=options["readable"]).check()
     command = Command(program.moved({}), score, **options)
     if shutil.which(command.arguments[0]) is None:
         raise ConfigError(f"the command {program.arguments[0]!r} is missing or not executable")

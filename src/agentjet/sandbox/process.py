@@ -177,6 +177,9 @@ class _Watched:
             await exited(first)
             if not self.process.exceeded and self.is_out_of_memory():
                 self.process.exceeded = self.memory_excess()
+        except BaseException:
+            self.process.kill()
+            raise
         finally:
             os.close(outer)
             os.close(first)
@@ -302,7 +305,12 @@ def launch(sandbox: Sandbox, command: list[str], streams: Streams, cwd: Path) ->
             stack.callback(lambda: WATCH.run(proxy.close()))
             WATCH.run(proxy.start(listener))
         process = Process(popen, first, stack.pop_all())
-        WATCH.follow(_Watched(process, limits, folders, cgroup, disk), start.handle)
+        try:
+            WATCH.follow(_Watched(process, limits, folders, cgroup, disk), start.handle)
+        except BaseException:  # Such as too many open files.
+            process.kill()
+            process.close(popen.wait())
+            raise
         return process
 
 

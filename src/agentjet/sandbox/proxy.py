@@ -27,8 +27,8 @@ OWN_HEADERS = frozenset(
 )
 """Headers that belong to one connection: they are not forwarded."""
 DISCARD_SECONDS = 2.0
-MAX_CONNECTIONS = 256
-"""Open connections of one sandbox. Others wait."""
+MAX_CONNECTIONS = 64
+"""Open connections of one sandbox. Others are closed: each takes two descriptors of this process."""
 
 
 def refusal(target: bytes, method: bytes, headers: Iterable[tuple[bytes, bytes]], allowed: Sequence[str]) -> str:
@@ -59,7 +59,6 @@ class ModelProxy:
         self.port = parts.port or (443 if self.tls else 80)
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._free = asyncio.Semaphore(MAX_CONNECTIONS)
 
     async def start(self, listener: socket.socket) -> None:
         listener.setblocking(False)
@@ -77,7 +76,7 @@ class ModelProxy:
         assert task is not None
         self._tasks.add(task)
         try:
-            async with self._free:
+            if len(self._tasks) <= MAX_CONNECTIONS:
                 with suppress(OSError, h11.ProtocolError, asyncio.CancelledError):
                     await _Connection(self, reader, writer).serve()
         finally:

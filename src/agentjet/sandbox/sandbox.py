@@ -112,7 +112,8 @@ class Sandbox:
         if not command:
             raise ConfigError("sandbox: the command is empty: give a program and its arguments")
         self.check()
-        return launch(self, [os.fspath(word) for word in command], Streams(stdin, stdout, stderr), cwd or self.folder)
+        place = Path(os.path.abspath(cwd or self.folder))
+        return launch(self, [os.fspath(word) for word in command], Streams(stdin, stdout, stderr), place)
 
     def inside(self, path: Path) -> Path:
         """The path that a named folder has inside."""
@@ -146,7 +147,8 @@ class Sandbox:
     def environment(self) -> dict[str, str]:
         """The environment of the program."""
         inherited = {name: os.environ[name] for name in INHERITED if name in os.environ}
-        own = {"HOME": str(self.inside(self.folder)), "TMPDIR": "/tmp", "USER": USER, "LOGNAME": USER}
+        home = os.path.abspath(self.inside(self.folder))
+        own = {"HOME": home, "TMPDIR": "/tmp", "USER": USER, "LOGNAME": USER}
         given = {name: self.inside_url(value) for name, value in self.variables.items()}
         return {"LANG": "C.UTF-8", **inherited, **own, **given}
 
@@ -281,7 +283,7 @@ def programs(name: str) -> tuple[Path, ...]:
     environment = next((folder for folder in path.parents if (folder / "pyvenv.cfg").is_file()), None)
     if environment is not None:
         return (environment, *installation(real))
-    return tuple(dict.fromkeys((path, *installation(real))))
+    return tuple(one for one in dict.fromkeys((path, *installation(real))) if not one.is_relative_to("/usr"))
 
 
 def installation(program: Path) -> tuple[Path, ...]:
