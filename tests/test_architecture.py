@@ -32,7 +32,7 @@ MAX_LINES = 900
 PROTOCOLS = {"Sampler", "Learner", "Compute"}
 PRIMITIVES = {"load_batch", "forward_backward", "optim_step"}
 """Operations that the server asks for through `protocol.learn`."""
-HTTP = {"protocol", "front", "server", "sandbox", "client", "cli", "research"}
+HTTP = {"protocol", "front", "server", "sandbox", "client", "environments", "cli", "research"}
 VAGUE = {"utils", "util", "helpers", "misc", "common"}
 
 
