@@ -282,7 +282,7 @@ def overhead() -> Found:
 # ---- a cocktail ------------------------------------------------------------------------------------------------------
 
 WEIGHTS = {"gymnasium": 1.0, "reasoning_gym": 1.0, "crashing": 2.0}
-STEPS = 10
+STEPS = 8
 
 
 async def mixed_run(mixed: Mixture) -> tuple[TrainReport, list[float]]:
