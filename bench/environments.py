@@ -131,6 +131,9 @@ class Recording(Policy):
         """The tokens of each call, with the length of its prompt."""
         self._random = random.Random(0)
         self._grammars = Grammars(self.model.card, self.model.tokenizer.get_vocab_size())
+        ids = range(self.model.tokenizer.get_vocab_size())
+        self._blank = {token for token in ids if not self.model.tokenizer.decode([token]).strip()}
+        """Tokens of white space, which JSON allows without end."""
         self._free = saying(lambda prompt: f"It is {self._random.randrange(100)}.", TEMPLATE)
 
     def __call__(self, prompt: Sequence[int], params: SamplingParams) -> Sequence[int]:
@@ -139,6 +142,7 @@ class Recording(Policy):
         while guide is not None and len(completion) < params.max_tokens:
             bits = int.from_bytes(guide.mask, "little")
             allowed = [token for token in range(bits.bit_length()) if bits >> token & 1]
+            allowed = [token for token in allowed if token not in self._blank] or allowed
             ends = [token for token in allowed if token in self.model.card.end_tokens]
             completion.append(ends[0] if ends else self._random.choice(allowed))
             if ends or guide.advance(completion[-1]):
@@ -280,12 +284,12 @@ def overhead() -> Found:
 # ---- a cocktail ------------------------------------------------------------------------------------------------------
 
 WEIGHTS = {"gymnasium": 1.0, "reasoning_gym": 1.0, "crashing": 2.0}
-STEPS = 10
+STEPS = 8
 
 
 async def mixed_run(mixed: Mixture) -> tuple[TrainReport, list[float]]:
     """The report, and the times at which the policy version changed."""
-    job = {"task_weights": WEIGHTS, "batch_size": 8, "group_size": 2, "max_tokens": 32}
+    job = {"task_weights": WEIGHTS, "batch_size": 8, "group_size": 2, "max_tokens": 64}
     times = [time.monotonic()]
 
     async def watch() -> None:

@@ -866,13 +866,11 @@ def test_an_evaluation_has_the_seeds_of_its_tasks_and_repeats() -> None:
 
 async def test_a_task_set_that_hangs_takes_its_capacity_only() -> None:
     """Its groups have begun, so their other members would come first."""
-    live, most, done = Counter[str](), Counter[str](), Counter[str]()
+    begun, done = Counter[str](), Counter[str]()
 
     async def agent(task: Task, episode: AsyncEpisode) -> float:
-        live[task.task_set] += 1
-        most[task.task_set] = max(most[task.task_set], live[task.task_set])
+        begun[task.task_set] += 1
         await asyncio.sleep(600 if task.task_set == "hanging" else 0)
-        live[task.task_set] -= 1
         return 1.0
 
     async def start(spec: RolloutSpec) -> tuple[AsyncEpisode, Agent]:
@@ -885,9 +883,8 @@ async def test_a_task_set_that_hangs_takes_its_capacity_only() -> None:
     tasks = [Task(f"{name}-{number}", name) for name in ("hanging", "sound") for number in range(4)]
     runner = Runner(start, report, capacity={"hanging": 2})
     running = asyncio.create_task(runner.run(RolloutQueue.training(tasks, 4, 0), 4))
-    async with asyncio.timeout(30):
-        while done["sound"] < 20:
-            await asyncio.sleep(0.01)
+    while done["sound"] < 20:
+        await asyncio.sleep(0.01)
     running.cancel()
     await asyncio.wait([running])
-    assert (most["hanging"], done["hanging"]) == (2, 0)
+    assert (begun["hanging"], done["hanging"]) == (2, 0)
