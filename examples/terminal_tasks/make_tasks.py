@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-NUM_TRAINING, NUM_HELD_OUT = 400, 100
+NUM_TRAINING, NUM_HELD_OUT = 400, 50
 SEED = 2024
 OURS = Path(__file__).with_name("tasks")
 """Three tasks that are in the repository, to look at."""
