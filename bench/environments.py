@@ -43,7 +43,7 @@ from agentjet.client.command import environment as variables_of
 from agentjet.client.episode import AsyncEpisode
 from agentjet.client.threads import in_thread
 from agentjet.compute.token_choice import Grammars
-from agentjet.environments import Environment, EnvironmentTask, Mixture, Model
+from agentjet.environments import Environment, EnvironmentMixture, EnvironmentTask, Model
 from agentjet.environments.pool import Worker
 from agentjet.errors import AgentJetError
 from agentjet.sandbox.usage import cpu_of, descendants
@@ -287,7 +287,7 @@ WEIGHTS = {"gymnasium": 1.0, "reasoning_gym": 1.0, "crashing": 2.0}
 STEPS = 8
 
 
-async def mixed_run(mixed: Mixture) -> tuple[TrainReport, list[float]]:
+async def mixed_run(mixed: EnvironmentMixture) -> tuple[TrainReport, list[float]]:
     """The report, and the times at which the policy version changed."""
     job = {"task_weights": WEIGHTS, "batch_size": 8, "group_size": 2, "max_tokens": 64}
     times = [time.monotonic()]

@@ -410,7 +410,7 @@ def wandb_records(content: bytes) -> Iterator[bytes]:
 # ---- the tracker of a label -----------------------------------------------------------------------------------------
 
 
-class Kind(NamedTuple):
+class TrackerKind(NamedTuple):
     """A built-in kind: the name of the part behind the colon, the function, and the package that it imports."""
 
     target: str
@@ -419,12 +419,12 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "tensorboard": Kind("DIR", tensorboard, "tensorboardX"),
-    "wandb": Kind("PROJECT", wandb, "wandb"),
-    "mlflow": Kind("URI", mlflow, "mlflow"),
-    "trackio": Kind("PROJECT", trackio, "trackio"),
-    "csv": Kind("FILE", csv_file),
-    "jsonl": Kind("FILE", jsonl_file),
+    "tensorboard": TrackerKind("DIR", tensorboard, "tensorboardX"),
+    "wandb": TrackerKind("PROJECT", wandb, "wandb"),
+    "mlflow": TrackerKind("URI", mlflow, "mlflow"),
+    "trackio": TrackerKind("PROJECT", trackio, "trackio"),
+    "csv": TrackerKind("FILE", csv_file),
+    "jsonl": TrackerKind("FILE", jsonl_file),
 }
 FORMS = ", ".join(f"{name}:{kind.target}" for name, kind in KINDS.items())
 

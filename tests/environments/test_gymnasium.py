@@ -11,7 +11,7 @@ import pytest
 from agentjet import environments
 from agentjet.environments import ContextFull, EnvironmentFailed, EnvironmentTask
 from agentjet.environments.kinds.gymnasium import Gymnasium, schema_of, value_of
-from agentjet.environments.model import Answer
+from agentjet.environments.model import ModelAnswer
 from agentjet.errors import ConfigError
 from tests.needs import need
 
@@ -26,12 +26,12 @@ class Scripted:
     def __init__(self, actions: list[Any]) -> None:
         self.actions, self.asked = actions, list[tuple[str, Any, Any]]()
 
-    def act(self, messages: Any, actions: Any = (), schema: Mapping[str, Any] | None = None) -> Answer:
+    def act(self, messages: Any, actions: Any = (), schema: Mapping[str, Any] | None = None) -> ModelAnswer:
         self.asked.append((messages[-1]["content"], [*actions], schema))
         if not self.actions:
             raise ContextFull("the context is full")
         action = self.actions.pop(0)
-        return Answer({"role": "assistant", "content": json.dumps(action)}, action)
+        return ModelAnswer({"role": "assistant", "content": json.dumps(action)}, action)
 
 
 def play(name: str, actions: list[Any], **settings: Any) -> tuple[Any, Scripted]:

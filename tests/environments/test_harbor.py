@@ -24,7 +24,7 @@ from agentjet.environments.kinds import harbor_machines
 from agentjet.environments.kinds.harbor import Harbor, rewards_in
 from agentjet.environments.kinds.harbor_folder import read
 from agentjet.environments.kinds.harbor_machines import leads_into
-from agentjet.environments.model import Answer, ContextFull
+from agentjet.environments.model import ContextFull, ModelAnswer
 from agentjet.errors import ConfigError
 from agentjet.sandbox import Sandbox
 from agentjet.types import Reward
@@ -77,14 +77,14 @@ class Commands:
         self.menu: Sequence[str] = ()
         self.schema: Any = None
 
-    def act(self, messages: Sequence[dict[str, Any]], actions: Sequence[str] = (), schema: Any = None) -> Answer:
+    def act(self, messages: Sequence[dict[str, Any]], actions: Sequence[str] = (), schema: Any = None) -> ModelAnswer:
         self.conversation, self.menu, self.schema = messages, actions, schema
         if schema is not None:
-            return Answer({"role": "assistant", "content": "[]"}, [self._commands.pop(0) for _ in range(2)])
+            return ModelAnswer({"role": "assistant", "content": "[]"}, [self._commands.pop(0) for _ in range(2)])
         command = self._commands.pop(0) if self._commands else "exit"
         if command == "FULL":
             raise ContextFull("the context is full")
-        return Answer({"role": "assistant", "content": command}, command)
+        return ModelAnswer({"role": "assistant", "content": command}, command)
 
     def outputs(self) -> list[str]:
         return [message["content"] for message in self.conversation if message["role"] == "user"][1:]

@@ -12,7 +12,7 @@ import pytest
 
 from agentjet.environments import EnvironmentTask
 from agentjet.environments.kinds.harbor import Harbor
-from agentjet.environments.model import Answer
+from agentjet.environments.model import ModelAnswer
 from examples.terminal_tasks.make_tasks import (
     HELD_OUT_NAMES,
     OURS,
@@ -66,9 +66,9 @@ class Commands:
     def __init__(self, commands: list[str]) -> None:
         self.commands = list(commands)
 
-    def act(self, messages: Any, actions: Any) -> Answer:
+    def act(self, messages: Any, actions: Any) -> ModelAnswer:
         command = self.commands.pop(0) if self.commands else "exit"
-        return Answer({"role": "assistant", "content": command}, command)
+        return ModelAnswer({"role": "assistant", "content": command}, command)
 
 
 def play(folder: Path, commands: list[str]) -> tuple[float, float]:

@@ -28,7 +28,7 @@ from agentjet.errors import InvalidRequest, TooLarge
 from agentjet.front.concurrency import LARGE, from_thread, offload
 from agentjet.front.dialects.completions import ChatBody
 from agentjet.front.dialects.messages import MessagesBody
-from agentjet.front.http import Limits, count_values, parse_body
+from agentjet.front.http import RequestLimits, count_values, parse_body
 from agentjet.front.prompts import prepare_prompt
 from tests.server.serving import TOKEN, VIEWER, Served, serving
 
@@ -182,7 +182,7 @@ async def test_a_key_with_half_a_surrogate_pair_is_named(tmp_path: Path) -> None
     ],
 )
 def test_a_refusal_of_the_whole_body_names_no_field(body: Any, param: str | None) -> None:
-    limits = Limits(body_bytes=1, connections=1, depth=1 + isinstance(body, dict), keys=1 - (body == {"a": 1}))
+    limits = RequestLimits(body_bytes=1, connections=1, depth=1 + isinstance(body, dict), keys=1 - (body == {"a": 1}))
     with pytest.raises((InvalidRequest, TooLarge)) as refused:
         parse_body((body if isinstance(body, str) else json.dumps(body)).encode(), TypeAdapter(Any), limits)
     assert refused.value.param == param
@@ -252,8 +252,8 @@ async def exchange(served: Served, sent: bytes, more: bytes = b"") -> bytes:
 
 
 def limit(monkeypatch: pytest.MonkeyPatch, **limits: Any) -> None:
-    made = Limits(**{"body_bytes": 2**20, "connections": 100, **limits})
-    monkeypatch.setattr(Limits, "of", classmethod(lambda cls, server: made))
+    made = RequestLimits(**{"body_bytes": 2**20, "connections": 100, **limits})
+    monkeypatch.setattr(RequestLimits, "of", classmethod(lambda cls, server: made))
 
 
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"

@@ -1,6 +1,6 @@
 """An agent that stops reading its answer, over real sockets with small buffers.
 
-1. It does not renew its lease: the episode ends with the lease. The connection is closed after `Limits.stall_seconds`.
+1. It does not renew its lease: the episode ends with the lease. The connection is closed after `RequestLimits.stall_seconds`.
 2. Chunks that it had not received when its episode ended, or when it left, are not trained after any `finish`.
 3. A slow reader stays alive, and what it has read is trained.
 4. A server that stops does not wait for it.
@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from agentjet.front.http import Limits
+from agentjet.front.http import RequestLimits
 from tests.fakes import saying
 from tests.server.serving import Served, serving
 
@@ -80,8 +80,8 @@ def long_answers() -> Any:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    of = Limits.of
-    monkeypatch.setattr(Limits, "of", lambda server: replace(of(server), stall_seconds=STALL_SECONDS))
+    of = RequestLimits.of
+    monkeypatch.setattr(RequestLimits, "of", lambda server: replace(of(server), stall_seconds=STALL_SECONDS))
 
 
 @pytest.mark.usefixtures("impatient")

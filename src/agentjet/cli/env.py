@@ -19,7 +19,7 @@ from agentjet.errors import AgentJetError, ConfigError
 
 if TYPE_CHECKING:
     from agentjet.client import Agent
-    from agentjet.environments import Environment, Kind, Mixture, Played
+    from agentjet.environments import Environment, EnvironmentMixture, Kind, Played
     from agentjet.protocol import EpisodeTree
     from agentjet.types import Reward, Task
 
@@ -58,7 +58,7 @@ class Environments:
         if self.env is not None and (given := [name for name, value in others.items() if value]):
             raise ConfigError(f"--env and {given[0]} exclude each other: an environment has tasks, agent and reward")
 
-    def load(self, stack: ExitStack) -> Mixture:
+    def load(self, stack: ExitStack) -> EnvironmentMixture:
         """The environments. `stack` ends their processes."""
         from agentjet import environments
 
@@ -94,7 +94,7 @@ def environment_settings(names: Sequence[str], given: Sequence[str]) -> dict[str
     return found
 
 
-def split_of(mixed: Mixture, split: str) -> list[Task]:
+def split_of(mixed: EnvironmentMixture, split: str) -> list[Task]:
     """The tasks of `--split`. Raises `ConfigError` if there are none."""
     if split not in SPLITS:
         raise ConfigError(f"--split {split!r}: give {' or '.join(SPLITS)}")
@@ -109,7 +109,7 @@ def split_of(mixed: Mixture, split: str) -> list[Task]:
 SPLITS = ("held_out", "train")
 
 
-def agent_and_tasks(mixed: Mixture, split: str, num_tasks: int | None) -> tuple[Agent, list[Task]]:
+def agent_and_tasks(mixed: EnvironmentMixture, split: str, num_tasks: int | None) -> tuple[Agent, list[Task]]:
     """The agent of environments, and the tasks to score. Raises `ConfigError`."""
     tasks = split_of(mixed, split)
     if num_tasks is not None and num_tasks > len(tasks):

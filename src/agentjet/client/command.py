@@ -73,7 +73,7 @@ class CapturedProcess:
         """Name of the output that exceeded the limit."""
         self._limit, self._copy = limit, copy
         options |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT if merged else subprocess.PIPE}
-        self._process: subprocess.Popen[bytes] | sandboxes.Process
+        self._process: subprocess.Popen[bytes] | sandboxes.SandboxProcess
         if sandbox is not None:
             self._process = sandbox.start(arguments, **options)
             self._limit = min(limit, sandbox.limits.output or limit)
@@ -91,7 +91,7 @@ class CapturedProcess:
     @property
     def excess(self) -> str:
         """The reason why a limit ended the program, or ""."""
-        if isinstance(self._process, sandboxes.Process) and self._process.exceeded:
+        if isinstance(self._process, sandboxes.SandboxProcess) and self._process.exceeded:
             return self._process.exceeded
         return self.exceeded and (
             f"printed more than {self._limit / 2**20:g} MiB to {self.exceeded} and was ended: print less, or write to "
@@ -128,7 +128,7 @@ class CapturedProcess:
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to the program and the processes that it started."""
-        if isinstance(self._process, sandboxes.Process):
+        if isinstance(self._process, sandboxes.SandboxProcess):
             self._process.send_signal(number)
             return
         with suppress(ProcessLookupError, PermissionError):  # the latter on macOS, when nothing but a zombie is left

@@ -11,7 +11,7 @@ from agentjet.environments.kind import EnvironmentFailed, EnvironmentTask, Game,
 from agentjet.environments.model import ContextFull, Model, ModelRefused
 
 if TYPE_CHECKING:
-    from agentjet.environments.environment import Environment, Mixture, Played, load, mixture
+    from agentjet.environments.environment import Environment, EnvironmentMixture, Played, load, mixture
 
 __all__ = [
     "ContextFull",
@@ -20,7 +20,7 @@ __all__ = [
     "EnvironmentTask",
     "Game",
     "Kind",
-    "Mixture",
+    "EnvironmentMixture",
     "Model",
     "ModelRefused",
     "Observation",

@@ -157,7 +157,7 @@ def parsed(name: str, settings: dict[str, Any]) -> tuple[str, Kind]:
     raise ConfigError(f"{name}: {key} = {shown(wrong['input'])}: {message}")
 
 
-class Mixture:
+class EnvironmentMixture:
     """Several environments of one run, each with its own processes. `job.task_weights` sets their shares of a batch.
 
     The keys of the weights are the names of the environments.
@@ -180,7 +180,7 @@ class Mixture:
         self.close()
 
 
-def mixture(environments: Iterable[Environment]) -> Mixture:
+def mixture(environments: Iterable[Environment]) -> EnvironmentMixture:
     """Joins environments for one run: `swarm.train(mixed.agent, mixed.tasks)`. Raises `ConfigError` for equal names."""
     listed = list(environments)
     names = Counter(environment.name for environment in listed)
@@ -188,4 +188,4 @@ def mixture(environments: Iterable[Environment]) -> Mixture:
         raise ConfigError("a mixture needs at least one environment")
     if twice := [name for name, count in names.items() if count > 1]:
         raise ConfigError(f"there are two environments {twice[0]!r}: give one of them another name with task_set")
-    return Mixture(listed)
+    return EnvironmentMixture(listed)

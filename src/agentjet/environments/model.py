@@ -30,7 +30,7 @@ class ContextFull(ModelRefused):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ModelAnswer:
     """An answer of the model. `action` is its text, or the value of its JSON."""
 
     message: Message
@@ -58,7 +58,7 @@ class Model:
 
     def act(
         self, messages: Sequence[Message], actions: Sequence[str] = (), schema: Mapping[str, Any] | None = None
-    ) -> Answer:
+    ) -> ModelAnswer:
         """Asks for an action. With `actions` or `schema`, the sampler produces nothing else."""
         if self.asked is not None:
             self.asked.append([*actions] or schema)
@@ -73,7 +73,7 @@ class Model:
             raise ModelRefused(
                 f"the action is cut: {text[:80]!r}; allow longer answers with max_tokens, or shorten the actions"
             ) from None
-        return Answer({"role": "assistant", "content": text}, action)
+        return ModelAnswer({"role": "assistant", "content": text}, action)
 
     def chat(self, messages: Sequence[Message], **options: Any) -> Message:
         """The message of a chat completion. Raises `ContextFull`, or `ModelRefused` with the server's reason."""

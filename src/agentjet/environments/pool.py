@@ -24,7 +24,7 @@ from agentjet.client.threads import in_thread
 from agentjet.environments.kind import EnvironmentFailed, Kind
 from agentjet.environments.worker import KILL_SECONDS, MAX_ANSWER
 from agentjet.errors import ConfigError
-from agentjet.sandbox import Limits, Process, Sandbox
+from agentjet.sandbox import Limits, Sandbox, SandboxProcess
 from agentjet.sandbox.sandbox import check_named
 
 MAX_PRINTED = 16 << 20
@@ -180,7 +180,7 @@ class Worker:
         self._sandbox = None if model_url is None else sandbox_of(kind, model_url, Path(self._folder.name), variables)
         command = [sys.executable, "-P", "-m", "agentjet.environments.worker", str(kind.memory)]
         pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-        self._process: subprocess.Popen[bytes] | Process
+        self._process: subprocess.Popen[bytes] | SandboxProcess
         if self._sandbox is not None:
             self._process = self._sandbox.start(command, **pipes)
         else:
@@ -250,7 +250,7 @@ class Worker:
         printed = self._printed.decode(errors="replace").strip()
         code = self._process.returncode
         end = f"by signal {-code}" if code is not None and code < 0 else f"with exit code {code}"
-        if isinstance(self._process, Process) and self._process.exceeded:
+        if isinstance(self._process, SandboxProcess) and self._process.exceeded:
             return f"it {self._process.exceeded}"
         last = f"it printed last: {printed}" if printed else "it printed nothing"
         if has_answered:
@@ -273,7 +273,7 @@ class Worker:
 
     def kill(self) -> None:
         """Asks the outer process to end itself and every process below it. A sandbox ends at once."""
-        if isinstance(self._process, Process):
+        if isinstance(self._process, SandboxProcess):
             self._process.kill()
         else:
             self._process.terminate()

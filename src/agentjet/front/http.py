@@ -1,6 +1,6 @@
 """HTTP below the routes: from a connection to the run and the body of a request, and from an error to its response.
 
-1. `LimitedConnection` enforces `Limits` on headers, time and framing. Two limits are settings. The others are constants
+1. `LimitedConnection` enforces `RequestLimits` on headers, time and framing. Two limits are settings. The others are constants
    far above what clients need; `docs/operations.md` has the table.
 2. `RunMiddleware` checks `Host` and finds the run of a path below `/runs/NAME`.
 3. `GuardedRoute` checks the guards of a route, which decide from headers and path alone. Then it reads, parses and
@@ -87,7 +87,7 @@ MIN_BODY_RATE = 64 * 2**10
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class RequestLimits:
     """Sizes in bytes, times in seconds."""
 
     body_bytes: int
@@ -112,7 +112,7 @@ class Limits:
     """For a client that reads nothing of its response; then the connection is closed."""
 
     @classmethod
-    def of(cls, server: ServerConfig) -> Limits:
+    def of(cls, server: ServerConfig) -> RequestLimits:
         """Returns the limits of a server. The limit on open files of the process can lower `connections`."""
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         most = server.max_connections if files == resource.RLIM_INFINITY else files - RESERVED_FILES
@@ -161,7 +161,7 @@ def listen(host: str, port: int, *, backlog: int = 1024) -> socket.socket:
 
 
 class LimitedConnection(HttpToolsProtocol):
-    """A connection that enforces `Limits`:
+    """A connection that enforces `RequestLimits`:
 
     * the number of open connections;
     * the size of the headers and the time they take;
@@ -169,7 +169,7 @@ class LimitedConnection(HttpToolsProtocol):
     * the time of the rest of a body after an early response, and of a response that its client does not read.
     """
 
-    def __init__(self, *args: Any, limits: Limits, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, limits: RequestLimits, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._limits = limits
         self._in_head = True
@@ -310,7 +310,7 @@ class RunScope:
 
     name: str
     keys: Keys
-    limits: Limits
+    limits: RequestLimits
     calls: Calls | None = None
     """None for a run of `agentjet look`, which answers no calls."""
     refuse_foreign: Callable[[str], None] = lambda token: None
@@ -540,7 +540,7 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-async def _body(request: Request, limits: Limits) -> bytes:
+async def _body(request: Request, limits: RequestLimits) -> bytes:
     """Raises `TooLarge`, if possible from the headers alone, or `ClientGone`."""
     too_large = TooLarge(f"The body is larger than {limits.body_bytes} bytes (server.max_body_mb).")
     declared = request.headers.get("content-length", "")
@@ -563,7 +563,7 @@ def _is_json(request: Request) -> bool:
     return kind == "application" and (subtype == "json" or subtype.endswith("+json"))
 
 
-def parse_body(body: bytes, model: TypeAdapter[Any], limits: Limits) -> Any:
+def parse_body(body: bytes, model: TypeAdapter[Any], limits: RequestLimits) -> Any:
     """Returns a body as a value of `model`. Raises `InvalidRequest`, `TooLarge`, or `RequestValidationError`."""
     if len(body) >= LARGE:  # Counting is cheap; a parsed body of empty objects has 25 times the size of its text.
         _check_counts(body, limits)
@@ -594,7 +594,7 @@ def count_values(body: bytes, most: int) -> tuple[int, int]:
     return num_opened + outside.count(b",") + 1, num_opened
 
 
-def _check_counts(body: bytes, limits: Limits) -> None:
+def _check_counts(body: bytes, limits: RequestLimits) -> None:
     opened = body.count(b"[") + body.count(b"{")
     if opened <= limits.containers and opened + body.count(b",") < limits.values:
         return  # An upper bound, because it includes characters inside strings; enough for most bodies.
@@ -607,7 +607,7 @@ def _check_counts(body: bytes, limits: Limits) -> None:
             raise TooLarge(f"The body has {found} {what}, above the limit of {most}: send fewer items.")
 
 
-def _check_shape(body: Any, limits: Limits) -> None:
+def _check_shape(body: Any, limits: RequestLimits) -> None:
     """Goes level by level, because deep nesting would exceed the recursion limit. Errors name the key of the body."""
     level: list[tuple[str, Any]] = [("", body)]
     for depth in range(limits.depth):
@@ -626,7 +626,7 @@ def _check_shape(body: Any, limits: Limits) -> None:
     raise _too_deep(level[0][0], limits)
 
 
-def _too_deep(name: str, limits: Limits) -> InvalidRequest:
+def _too_deep(name: str, limits: RequestLimits) -> InvalidRequest:
     why = f"nests its JSON more than {limits.depth} levels deep: flatten it."
     return InvalidRequest(f"{name or 'the body'} {why}", code="nested_too_deep", param=name or None)
 

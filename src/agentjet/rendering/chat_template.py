@@ -98,7 +98,7 @@ _DICT_NAMES = frozenset(dir(dict))
 _LOOP_NAMES = frozenset({"index", "index0", "revindex", "revindex0", "first", "last", "length", "previtem", "nextitem"})
 
 
-class Sandbox(ImmutableSandboxedEnvironment):
+class TemplateSandbox(ImmutableSandboxedEnvironment):
     """Jinja's sandbox with a fast path for plain dicts and loop variables. Build with `make_sandbox`.
 
     Templates read these thousands of times in a call. Jinja's safety check of each access raises and catches
@@ -118,9 +118,11 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return super().getattr(obj, attribute)
 
 
-def make_sandbox() -> Sandbox:
+def make_sandbox() -> TemplateSandbox:
     """Returns a sandbox with the filters and globals of `transformers.apply_chat_template`."""
-    environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
+    environment = TemplateSandbox(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)

@@ -1,7 +1,17 @@
 """Isolated places for untrusted code: bubblewrap with Landlock beneath."""
 
 from agentjet.sandbox.check import attempts, holds, missing
-from agentjet.sandbox.process import AsyncProcess, Process
+from agentjet.sandbox.process import AsyncProcess, SandboxProcess
 from agentjet.sandbox.sandbox import Limits, Sandbox, origin_of, programs
 
-__all__ = ["AsyncProcess", "Limits", "Process", "Sandbox", "attempts", "holds", "missing", "origin_of", "programs"]
+__all__ = [
+    "AsyncProcess",
+    "Limits",
+    "SandboxProcess",
+    "Sandbox",
+    "attempts",
+    "holds",
+    "missing",
+    "origin_of",
+    "programs",
+]

@@ -13,7 +13,7 @@ import struct
 from typing import NamedTuple
 
 
-class Machine(NamedTuple):
+class Platform(NamedTuple):
     """Numbers of one architecture."""
 
     audit: int
@@ -32,7 +32,7 @@ MACHINES = {
     # mount, umount2, pivot_root, swapon, swapoff, reboot, init_module, delete_module, finit_module, kexec_load,
     # kexec_file_load, add_key, request_key, keyctl, bpf, perf_event_open, userfaultfd, setns, open_by_handle_at,
     # acct, quotactl, syslog; on x86 also iopl and ioperm.
-    "x86_64": Machine(
+    "x86_64": Platform(
         0xC000003E,
         56,
         272,
@@ -65,7 +65,7 @@ MACHINES = {
             173,
         ),
     ),
-    "aarch64": Machine(
+    "aarch64": Platform(
         0xC00000B7,
         220,
         97,

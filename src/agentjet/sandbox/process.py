@@ -60,7 +60,7 @@ class Streams:
     stderr: int | IO[bytes] | None = None
 
 
-class Process:
+class SandboxProcess:
     """A program in a sandbox, with the part of `Popen`'s interface that readers need."""
 
     def __init__(self, popen: subprocess.Popen[bytes], first: int, closing: ExitStack) -> None:
@@ -113,12 +113,12 @@ class Process:
 class AsyncProcess:
     """The same for a coroutine, with the interface of `asyncio.subprocess.Process` for a program with three pipes."""
 
-    def __init__(self, process: Process, stdin: asyncio.StreamWriter, *outputs: asyncio.StreamReader) -> None:
+    def __init__(self, process: SandboxProcess, stdin: asyncio.StreamWriter, *outputs: asyncio.StreamReader) -> None:
         self.process, self.stdin = process, stdin
         self.stdout, self.stderr = outputs
 
     @classmethod
-    async def of(cls, process: Process, limit: int) -> AsyncProcess:
+    async def of(cls, process: SandboxProcess, limit: int) -> AsyncProcess:
         """`limit` is the longest line of an output in bytes."""
         loop, outputs = asyncio.get_running_loop(), []
         for pipe in (process.stdout, process.stderr):
@@ -153,7 +153,7 @@ class AsyncProcess:
 class _Watched:
     """The state of one sandbox in the watch thread."""
 
-    process: Process
+    process: SandboxProcess
     limits: Limits
     folders: list[Path]
     cgroup: Cgroup | None
@@ -280,7 +280,7 @@ WATCH = _Watch()
 # ---- the start -------------------------------------------------------------------------------------------------------
 
 
-def launch(sandbox: Sandbox, command: list[str], streams: Streams, cwd: Path) -> Process:
+def launch(sandbox: Sandbox, command: list[str], streams: Streams, cwd: Path) -> SandboxProcess:
     """Starts a program. Raises `ConfigError` if the sandbox cannot be made."""
     limits, folders = sandbox.limits, sandbox.writables()
     with ExitStack() as stack:  # What ends with the sandbox; closed here if it does not start.
@@ -304,7 +304,7 @@ def launch(sandbox: Sandbox, command: list[str], streams: Streams, cwd: Path) ->
             proxy = ModelProxy(sandbox.model_url, sandbox.allowed_paths())
             stack.callback(lambda: WATCH.run(proxy.close()))
             WATCH.run(proxy.start(listener))
-        process = Process(popen, first, stack.pop_all())
+        process = SandboxProcess(popen, first, stack.pop_all())
         try:
             WATCH.follow(_Watched(process, limits, folders, cgroup, disk), start.handle)
         except BaseException:  # Such as too many open files.

@@ -31,7 +31,7 @@ from urllib.parse import urlsplit
 
 from agentjet.errors import ConfigError
 from agentjet.sandbox.check import missing
-from agentjet.sandbox.process import PORT, USER, USERS, AsyncProcess, Process, Streams, launch
+from agentjet.sandbox.process import PORT, USER, USERS, AsyncProcess, SandboxProcess, Streams, launch
 from agentjet.types import DEFAULT_RUN
 
 GIB = 2**30
@@ -105,7 +105,7 @@ class Sandbox:
         stdout: int | IO[bytes] | None = None,
         stderr: int | IO[bytes] | None = None,
         cwd: Path | None = None,
-    ) -> Process:
+    ) -> SandboxProcess:
         """Starts `command`; the streams are those of `Popen`. Raises `ConfigError` if the sandbox cannot be made."""
         if reason := missing():
             raise ConfigError(reason)
@@ -129,7 +129,7 @@ class Sandbox:
             process = await asyncio.shield(starting)
         except asyncio.CancelledError:
 
-            def end(started: asyncio.Future[Process]) -> None:
+            def end(started: asyncio.Future[SandboxProcess]) -> None:
                 if not started.cancelled() and started.exception() is None:
                     started.result().kill()
 

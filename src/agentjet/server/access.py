@@ -29,7 +29,7 @@ from agentjet.front.http import (
     Guard,
     GuardedRoute,
     Handler,
-    Limits,
+    RequestLimits,
     RunScope,
     bearer_of,
     key_of,
@@ -90,7 +90,7 @@ class ServedRuns:
         self.runs = runs
         self.codes = SessionCodes(keys.clock)
         self.machine = Machine()
-        self._limits = Limits.of(runs.default.config.server)
+        self._limits = RequestLimits.of(runs.default.config.server)
         self.default = self._scope(keys, runs.default)
         self._keys = {DEFAULT_RUN: keys}
         for view in runs.views()[1:]:

@@ -39,7 +39,7 @@ from agentjet.front import inference
 from agentjet.front.http import (
     BEARER,
     PROBLEM,
-    Limits,
+    RequestLimits,
     RunMiddleware,
     allowed_hosts,
     bearer_of,
@@ -214,7 +214,7 @@ class OfflineViewer:
         """`forwards` are for the runs that other servers have."""
         self.collection = collection
         self.forwards = forwards
-        self.limits = Limits.of(server)
+        self.limits = RequestLimits.of(server)
         self.keys = Keys({})
         self.code = secrets.token_urlsafe(24)
         self.first = next(iter(collection.runs), DEFAULT_RUN)

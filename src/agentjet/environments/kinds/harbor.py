@@ -25,8 +25,8 @@ from pydantic import Field, field_validator
 from agentjet.environments.environment import GIVEN
 from agentjet.environments.kind import EnvironmentFailed, EnvironmentTask, Kind, Split
 from agentjet.environments.kinds.harbor_folder import HarborTask, read
-from agentjet.environments.kinds.harbor_machines import PATH, Container, Machine, Sandboxes, check, remove
-from agentjet.environments.model import Answer, ContextFull, Message, Model
+from agentjet.environments.kinds.harbor_machines import PATH, Container, Sandboxes, TaskMachine, check, remove
+from agentjet.environments.model import ContextFull, Message, Model, ModelAnswer
 from agentjet.errors import ConfigError
 from agentjet.sandbox import programs
 from agentjet.types import Reward, beginning
@@ -132,7 +132,7 @@ class Harbor(Kind):
         text = beginning(output.strip()[-REASON_CHARACTERS:], REASON_CHARACTERS)
         return Reward(value, metrics=metrics | rewards, text=text)
 
-    def _machine(self, task: HarborTask, folder: Path, model: Model) -> Machine:
+    def _machine(self, task: HarborTask, folder: Path, model: Model) -> TaskMachine:
         if task.needs_container:
             limits = (task.table.agent.timeout_sec or self.seconds) + task.table.verifier.timeout_sec
             return Container(task, limits + MARGIN_SECONDS)
@@ -147,7 +147,7 @@ class Harbor(Kind):
 
     # ---- the agent ----
 
-    def _work(self, task: HarborTask, machine: Machine, model: Model, trajectory: Trajectory) -> dict[str, float]:
+    def _work(self, task: HarborTask, machine: TaskMachine, model: Model, trajectory: Trajectory) -> dict[str, float]:
         """Runs the agent until its end, or the time of `task.toml`. Returns metrics."""
         seconds = task.table.agent.timeout_sec or self.seconds
         if not self.agent_command:
@@ -162,7 +162,7 @@ class Harbor(Kind):
         return {"agent_ended_by_limit": float(ran.code is None)}
 
     def _loop(
-        self, task: HarborTask, machine: Machine, model: Model, trajectory: Trajectory, seconds: float
+        self, task: HarborTask, machine: TaskMachine, model: Model, trajectory: Trajectory, seconds: float
     ) -> dict[str, float]:
         """The time of the model's answers does not count: the server may be learning."""
         menu = list(self.commands or task.table.metadata.agentjet.commands)
@@ -188,7 +188,7 @@ class Harbor(Kind):
             messages += [answer.message, {"role": "user", "content": self._shown(ran.output, ran.code, ran.excess)}]
         return {"turns": float(len(trajectory))}
 
-    def _answer(self, model: Model, messages: list[Message], menu: list[str]) -> Answer:
+    def _answer(self, model: Model, messages: list[Message], menu: list[str]) -> ModelAnswer:
         """An answer whose action is a text: a command, or several in lines."""
         number = self.commands_each_turn
         if not menu or number == 1:
@@ -196,7 +196,7 @@ class Harbor(Kind):
         items = {"type": "string", "enum": menu}
         schema = {"type": "array", "items": items, "minItems": number, "maxItems": number}
         answer = model.act(messages, schema=schema)
-        return Answer(answer.message, "\n".join(answer.action))
+        return ModelAnswer(answer.message, "\n".join(answer.action))
 
     def _shown(self, output: str, code: int | None, excess: str) -> str:
         """The message to the model about a command."""
@@ -208,7 +208,7 @@ class Harbor(Kind):
 
     # ---- the verifier ----
 
-    def _verified(self, task: HarborTask, machine: Machine, folder: Path) -> tuple[dict[str, float], str]:
+    def _verified(self, task: HarborTask, machine: TaskMachine, folder: Path) -> tuple[dict[str, float], str]:
         """The numbers that the verifier wrote, and its output."""
         machine.put(task.folder / "tests", "/tests")
         seconds, name = task.table.verifier.timeout_sec, task.folder.name
@@ -244,7 +244,7 @@ class Harbor(Kind):
         place.mkdir(parents=True, exist_ok=True)
         return place
 
-    def _keep(self, task_id: str, name: str, machine: Machine, source: str) -> None:
+    def _keep(self, task_id: str, name: str, machine: TaskMachine, source: str) -> None:
         if self.artefacts:
             remove(self._place(task_id) / name)
             machine.get(source, self._place(task_id) / name)

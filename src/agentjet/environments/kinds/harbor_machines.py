@@ -52,7 +52,7 @@ class Ran:
     """The limit that ended it, such as "ran longer than 30 s and was ended"."""
 
 
-class Machine(Protocol):
+class TaskMachine(Protocol):
     """A place with the task's files. Commands run in its working directory."""
 
     def run(self, command: Sequence[str], seconds: float, variables: Mapping[str, str]) -> Ran:
@@ -67,7 +67,7 @@ class Machine(Protocol):
         """Copies a folder to a new folder of this machine, with files, folders and links only."""
         ...
 
-    def verifier(self) -> Machine:
+    def verifier(self) -> TaskMachine:
         """Ends this machine; returns another one with the same files."""
         ...
 

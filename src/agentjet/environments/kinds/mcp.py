@@ -41,7 +41,7 @@ SPLITS: dict[Any, Split] = {None: "", "": "", "train": "train", "held_out": "hel
 
 
 @dataclass(frozen=True, slots=True)
-class ToolCall:
+class McpToolCall:
     """A call of a tool, and its result as the model reads it."""
 
     name: str
@@ -51,13 +51,13 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
+class ToolConversation:
     """A played episode, for the reward function."""
 
     answer: str
     """Text of the last message; empty if it was a call."""
     messages: Sequence[Message]
-    calls: Sequence[ToolCall]
+    calls: Sequence[McpToolCall]
 
 
 class Mcp(Kind):
@@ -86,7 +86,7 @@ class Mcp(Kind):
     """Keep the server for the next episode of the process. Default: each episode starts a new one."""
 
     _kept: ExitStack | None = PrivateAttr(None)
-    _server: Server | None = PrivateAttr(None)
+    _server: McpServer | None = PrivateAttr(None)
 
     @property
     def keeps_processes(self) -> bool:  # type: ignore[override]
@@ -141,7 +141,7 @@ class Mcp(Kind):
         if kept is not None:
             kept.close()
 
-    def _score(self) -> Callable[[dict[str, Any], Conversation], Any]:
+    def _score(self) -> Callable[[dict[str, Any], ToolConversation], Any]:
         if self.reward in MATCHES:
             return MATCHES[self.reward]
         place, function = file_and_function(self.reward)
@@ -150,8 +150,8 @@ class Mcp(Kind):
         named = str(_from_caller(Path(place))) if place.endswith(".py") else place
         return load_function(f"{named}:{function}", option="reward =")
 
-    def _talk(self, row: Mapping[str, Any], model: Model, server: Server) -> Conversation:
-        messages, calls = self._first_messages(row, server), list[ToolCall]()
+    def _talk(self, row: Mapping[str, Any], model: Model, server: McpServer) -> ToolConversation:
+        messages, calls = self._first_messages(row, server), list[McpToolCall]()
         most = min(self.max_turns, model.max_turns or self.max_turns)
         for turn in range(most):
             choice = self.tool_choice if turn == 0 else "auto"
@@ -163,13 +163,13 @@ class Mcp(Kind):
                 break
             messages.append(message)
             if not message.get("tool_calls"):
-                return Conversation(message.get("content") or "", messages, calls)
+                return ToolConversation(message.get("content") or "", messages, calls)
             for asked in message["tool_calls"]:
                 calls.append(server.call(asked["function"]["name"], asked["function"]["arguments"]))
                 messages.append({"role": "tool", "tool_call_id": asked["id"], "content": calls[-1].result})
-        return Conversation("", messages, calls)
+        return ToolConversation("", messages, calls)
 
-    def _first_messages(self, row: Mapping[str, Any], server: Server) -> list[Message]:
+    def _first_messages(self, row: Mapping[str, Any], server: McpServer) -> list[Message]:
         question = row.get("question") or row.get("prompt")
         messages = [*row.get("messages", ()), *([{"role": "user", "content": question}] if question else [])]
         system = self.system_prompt or server.instructions
@@ -177,13 +177,13 @@ class Mcp(Kind):
         return messages if has_system or not system else [{"role": "system", "content": system}, *messages]
 
     @contextmanager
-    def _open(self) -> Iterator[Server]:
+    def _open(self) -> Iterator[McpServer]:
         """The server of an episode. A server that is kept is replaced after a failure."""
         try:
             if self._server is None:
                 self._kept = ExitStack()
                 # Not within the connection: its end would turn an error into an ExceptionGroup.
-                self._server = Server(self, *self._kept.enter_context(_connected(self)))
+                self._server = McpServer(self, *self._kept.enter_context(_connected(self)))
             yield self._server
         except BaseException:
             self.close()
@@ -195,7 +195,7 @@ class Mcp(Kind):
 # ---- the server ------------------------------------------------------------------------------------------------------
 
 
-class Server:
+class McpServer:
     """A connected server, with calls that wait for their result."""
 
     def __init__(self, kind: Mcp, client: Client, portal: BlockingPortal, printed: Printed) -> None:
@@ -211,7 +211,7 @@ class Server:
         if not names:
             raise EnvironmentFailed(f"the server {kind.target!r} has no tools: give another command")
 
-    def call(self, name: str, arguments: str) -> ToolCall:
+    def call(self, name: str, arguments: str) -> McpToolCall:
         """Calls a tool. Its error is a result. Raises `EnvironmentFailed` if the server ended, or is too slow."""
         from mcp import MCPError
         from mcp_types import CONNECTION_CLOSED, REQUEST_TIMEOUT
@@ -221,18 +221,18 @@ class Server:
             if not isinstance(values, dict):
                 raise ValueError
         except ValueError:
-            return ToolCall(name, arguments, "error: the arguments must be a JSON object", True)
+            return McpToolCall(name, arguments, "error: the arguments must be a JSON object", True)
         with self._printed.failures(f"the tool {name!r}"):
             try:
                 result = self._portal.call(self._client.call_tool, name, values)
             except MCPError as error:
                 if error.code in (CONNECTION_CLOSED, REQUEST_TIMEOUT):
                     raise
-                return ToolCall(name, values, f"error: {error.message}", True)
+                return McpToolCall(name, values, f"error: {error.message}", True)
         text = _text(result)
         if len(text) > self._kind.result_characters:
             text = f"{text[: self._kind.result_characters]}\n[cut: {len(text)} characters in all]"
-        return ToolCall(name, values, text, bool(result.is_error))
+        return McpToolCall(name, values, text, bool(result.is_error))
 
     async def _list(self) -> list[mcp_types.Tool]:
         page = await self._client.list_tools()
@@ -370,17 +370,17 @@ def _matched(row: Mapping[str, Any], is_right: Callable[[str], bool]) -> Reward:
     return Reward(float(any(map(is_right, expected))), text=f"expected {' or '.join(expected)}")
 
 
-def exact(row: Mapping[str, Any], conversation: Conversation) -> Reward:
+def exact(row: Mapping[str, Any], conversation: ToolConversation) -> Reward:
     """1 if the answer is the expected one, without regard to case and to space around it."""
     answer = conversation.answer.strip().casefold()
     return _matched(row, lambda expected: expected.casefold() == answer)
 
 
-def contains(row: Mapping[str, Any], conversation: Conversation) -> Reward:
+def contains(row: Mapping[str, Any], conversation: ToolConversation) -> Reward:
     """1 if the answer has the expected one in it, not as part of a longer word or number."""
     return _matched(
         row, lambda expected: bool(re.search(rf"(?<![\w.]){re.escape(expected)}(?!\w|\.\d)", conversation.answer, re.I))
     )
 
 
-MATCHES: dict[str, Callable[[Mapping[str, Any], Conversation], Reward]] = {"exact": exact, "contains": contains}
+MATCHES: dict[str, Callable[[Mapping[str, Any], ToolConversation], Reward]] = {"exact": exact, "contains": contains}

@@ -59,7 +59,7 @@ class OpenEnv(Game):
     app: str = ""
     """Import path of the server's application; default: `app` of openenv.yaml."""
 
-    _servers: list[Server] = PrivateAttr(default_factory=list)
+    _servers: list[OpenEnvServer] = PrivateAttr(default_factory=list)
 
     def tasks(self) -> Iterator[EnvironmentTask]:
         """The server's own tasks, or seeds."""
@@ -89,13 +89,13 @@ class OpenEnv(Game):
         while self._servers:
             self._servers.pop().close()
 
-    def _server(self) -> Server:
+    def _server(self) -> OpenEnvServer:
         """The server, started if it does not run. Raises `ConfigError` or `EnvironmentFailed`."""
         if self._servers and not self._servers[-1].has_ended:
             return self._servers[-1]
         self.close()
         if re.match("https?://", self.target):
-            self._servers.append(Server(self.target.rstrip("/")))
+            self._servers.append(OpenEnvServer(self.target.rstrip("/")))
         else:
             self._servers.append(_started(*_application(self.target, self.app)))
         return self._servers[-1]
@@ -105,7 +105,7 @@ class OpenEnv(Game):
 
 
 class OpenEnvWorld:
-    def __init__(self, kind: OpenEnv, server: Server, reset: Mapping[str, Any]) -> None:
+    def __init__(self, kind: OpenEnv, server: OpenEnvServer, reset: Mapping[str, Any]) -> None:
         from openenv.core.generic_client import GenericEnvClient
 
         self._kind, self._server, self._reset = kind, server, dict(kind.reset) | dict(reset)
@@ -220,7 +220,7 @@ def _call(tool: Mapping[str, Any]) -> dict[str, Any]:
 # ---- the server ------------------------------------------------------------------------------------------------------
 
 
-class Server:
+class OpenEnvServer:
     """A server of the user at a URL, or a process that we started."""
 
     def __init__(
@@ -304,7 +304,7 @@ class Server:
             self._process.wait()
 
 
-def _started(folder: Path, app: str, reward_range: tuple[float, float] | None) -> Server:
+def _started(folder: Path, app: str, reward_range: tuple[float, float] | None) -> OpenEnvServer:
     """Starts a server. It gets no variables of the episode, which would be those of its first episode only."""
     command = [sys.executable, "-P", "-m", "uvicorn", app, "--host", "127.0.0.1", "--port", "0", "--no-access-log"]
     variables = {name: value for name, value in os.environ.items() if not name.startswith(("OPENAI_", "ANTHROPIC_"))}
@@ -316,7 +316,7 @@ def _started(folder: Path, app: str, reward_range: tuple[float, float] | None) -
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
-    server = Server("", process, reward_range)
+    server = OpenEnvServer("", process, reward_range)
     server.wait()
     return server
 

@@ -59,7 +59,7 @@ class TextArena(Kind):
         """The number of players. Raises `ConfigError` if the game cannot be played as it is set."""
         error: Exception | None = None
         for players in [self.players] if self.players else range(1, MOST_PLAYERS + 1):
-            match = Match(self, self.seed)
+            match = TextArenaMatch(self, self.seed)
             try:
                 match.reset(players)
                 _, text = match.observation()
@@ -89,7 +89,7 @@ class TextArena(Kind):
         players, seed = task.payload["players"], task.payload["seed"]
         is_self = self.opponent == "self" and players > 1
         seats = range(players) if is_self else [task.payload["seat"]]
-        match, chance = Match(self, seed), random.Random(f"opponents {seed}")
+        match, chance = TextArenaMatch(self, seed), random.Random(f"opponents {seed}")
         match.reset(players)
         messages = {
             seat: [{"role": "system", "content": self.system_prompt}] * bool(self.system_prompt) for seat in seats
@@ -125,7 +125,7 @@ class TextArena(Kind):
             )
         return chance.choice(actions)
 
-    def _reward(self, match: Match, turns: Mapping[int, int], is_self: bool) -> Reward:
+    def _reward(self, match: TextArenaMatch, turns: Mapping[int, int], is_self: bool) -> Reward:
         rewards = match.rewards(self.reward_range) if match.is_over else {}
         # The server knows no role that made no call.
         by_turn = {role(seat): [0.0] * (n - 1) + [rewards.get(seat, 0.0)] for seat, n in turns.items() if n}
@@ -144,7 +144,7 @@ def role(seat: int) -> str:
     return f"player_{seat}"
 
 
-class Match:
+class TextArenaMatch:
     """A game of the library."""
 
     def __init__(self, kind: TextArena, seed: int) -> None:

@@ -121,7 +121,7 @@ class Budget(Record):
 
 
 @dataclass(frozen=True)
-class Observation:
+class RunObservation:
     """A run of a commit, and the entry that has it."""
 
     entry: int
@@ -155,7 +155,7 @@ class CampaignRuns:
 
     def observe(
         self, commits: Sequence[str], seed: int, why: str, because: Sequence[int], share: float = 1.0
-    ) -> list[Observation]:
+    ) -> list[RunObservation]:
         """Runs the commits at the same time, each once; lost runs are repeated with the same seed.
 
         Raises `Ending` before a launch that the budget does not pay for.
@@ -180,7 +180,7 @@ class CampaignRuns:
                 self.patiently(lambda: self.runner.launch(key, trial))
         return key
 
-    def _observed(self, trial: Trial, why: str, because: Sequence[int]) -> Observation:
+    def _observed(self, trial: Trial, why: str, because: Sequence[int]) -> RunObservation:
         for attempt in range(1, MAX_ATTEMPTS + 1):
             key = self._launch(trial, attempt, because)
             entry = self.notebook.known(f"observed {key}") or self.note(
@@ -194,7 +194,7 @@ class CampaignRuns:
                 self._measure(trial, run)
             if run.end != "infra_failed":
                 break
-        return Observation(entry.number, trial.arm, run)
+        return RunObservation(entry.number, trial.arm, run)
 
     def _collected(self, key: str, trial: Trial) -> dict[str, Any]:
         begun = self.working_time()
@@ -353,7 +353,7 @@ class Candidate:
 @dataclass(frozen=True)
 class Screened:
     candidate: Candidate
-    seen: Observation
+    seen: RunObservation
     gain: float
     """Score above the base, of one full run with the same seed."""
 
@@ -362,8 +362,8 @@ class Screened:
 class Position:
     """The base, and the commit that the next proposals change."""
 
-    base: Observation
-    tip: Observation
+    base: RunObservation
+    tip: RunObservation
     depth: int = 0
 
 

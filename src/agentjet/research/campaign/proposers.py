@@ -69,7 +69,7 @@ class Reply(Record):
     calls: tuple[LlmToolCall, ...] = ()
 
 
-class Model(Protocol):
+class ChatModel(Protocol):
     def reply(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Reply:
         """Raises `ProposerAway`. Messages have OpenAI's chat format; tools have a name, a description and a schema."""
         ...
@@ -79,7 +79,7 @@ class Model(Protocol):
 class LanguageModel:
     """A `Proposer`."""
 
-    model: Model
+    model: ChatModel
     record: Path
     """Gets a line for each answer."""
     papers: Path | None = None
