@@ -1,6 +1,7 @@
 """An agent that stops reading its answer, over real sockets with small buffers.
 
-1. It does not renew its lease: the episode ends with the lease. The connection is closed after `RequestLimits.stall_seconds`.
+1. It does not renew its lease: the episode ends with the lease. The connection is closed after
+   `RequestLimits.stall_seconds`.
 2. Chunks that it had not received when its episode ended, or when it left, are not trained after any `finish`.
 3. A slow reader stays alive, and what it has read is trained.
 4. A server that stops does not wait for it.
