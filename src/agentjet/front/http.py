@@ -1,7 +1,7 @@
 """HTTP below the routes: from a connection to the run and the body of a request, and from an error to its response.
 
-1. `LimitedConnection` enforces `RequestLimits` on headers, time and framing. Two limits are settings. The others are constants
-   far above what clients need; `docs/operations.md` has the table.
+1. `LimitedConnection` enforces `RequestLimits` on headers, time and framing. Two limits are settings. The others are
+   constants far above what clients need; `docs/operations.md` has the table.
 2. `RunMiddleware` checks `Host` and finds the run of a path below `/runs/NAME`.
 3. `GuardedRoute` checks the guards of a route, which decide from headers and path alone. Then it reads, parses and
    validates the body once, within the limits.
