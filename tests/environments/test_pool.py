@@ -118,7 +118,9 @@ def test_a_cancelled_episode_ends_its_process_and_frees_its_place() -> None:
 
 
 def children() -> list[str]:
-    return Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    """The processes of environments below this one. Other tests may have left processes of their own."""
+    pids = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    return [pid for pid in pids if b"agentjet.environments.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 KILLED = """

@@ -72,6 +72,7 @@ REASONS = {
     "demo": "trains: e2e tests",
     "run": "trains: tests/cli/test_run.py",
     "sft": "trains: tests/client/test_sft.py",
+    "env": "shows environments, not runs: tests/cli/test_env.py",
     "eval": "evaluates: tests/client/test_evaluation.py",
     "look": "serves: its routes are in test_reading",
     "open": "prints a link that is valid once: tests/cli/test_look.py",
