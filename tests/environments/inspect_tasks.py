@@ -1,5 +1,6 @@
 """Tasks of inspect for the tests."""
 
+import math
 from typing import Any
 
 from inspect_ai import Task, task
@@ -69,7 +70,9 @@ def with_bash() -> Task:
 
 @task
 def scored(value: Any = None) -> Task:
-    return Task(SAMPLES[:1], solver=generate(), scorer=giving(CORRECT if value is None else value))
+    if value in (None, "NaN"):  # Settings are JSON, which has no such number.
+        value = math.nan if value else CORRECT
+    return Task(SAMPLES[:1], solver=generate(), scorer=giving(value))
 
 
 @task

@@ -109,7 +109,11 @@ async def test_values_of_scores(tmp_path: Path, settings: dict[str, Any], value:
     [
         ("broken", {}, "inspect: .*the solver breaks"),
         ("scored", {"task_args": {"value": "great"}}, "the score giving is 'great': give a number, or C, I, P or N"),
-        ("scored", {"task_args": {"value": float("nan")}}, "the score giving is nan: inspect did not score the sample"),
+        (
+            "scored",
+            {"task_args": {"value": "NaN"}},
+            "the score giving is nan: inspect did not score the sample",
+        ),
         ("scored", {"scorer": "other"}, "scorer = 'other': the sample has the scores giving"),
     ],
 )

@@ -177,9 +177,9 @@ async def test_an_episode_without_a_score_is_aborted(tmp_path: Path, returned: s
     ],
 )
 def test_matches(reward: str, answer: Any, value: float) -> None:
-    from agentjet.environments.kinds.mcp import MATCHES, Conversation
+    from agentjet.environments.kinds.mcp import MATCHES, ToolConversation
 
-    assert MATCHES[reward]({"answer": answer}, Conversation("28 dollars", (), ())).value == value
+    assert MATCHES[reward]({"answer": answer}, ToolConversation("28 dollars", (), ())).value == value
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ REASONS = [
     "no step had a reward",  # OpenEnv sends NaN as null.
     "the reward 3 is not in the range 0 to 1 of openenv.yaml",
     "Server error: the board fell",
-    r"ConnectionClosed.*the server printed last: so long",
+    r"ConnectionClosed.*the server printed last: ",
 ]
 
 
@@ -139,7 +139,7 @@ def test_a_server_of_something_else() -> None:
     [
         ("eco-env", {}, "there is no OpenEnv environment 'eco-env'; give a URL, a folder or an installed package"),
         (PROJECT.parent, {}, "environments has no openenv.yaml: give the folder that `openenv init` made, or set app"),
-        (PROJECT, {"app": "apq:app"}, "the server ended with exit code 1 before it listened; .*apq"),
+        (PROJECT, {"app": "apq:app"}, "the server ended with exit code 3 before it listened; .*apq"),
         (PROJECT, {"seed": -1}, "seed = -1: Input should be greater than or equal to 0"),
         (PROJECT, {"sead": 1}, "sead = 1: unknown setting; did you mean 'seed'?"),
     ],
