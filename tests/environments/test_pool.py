@@ -9,11 +9,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ import pytest
 
 from agentjet import environments
 from agentjet.client.episode import AsyncEpisode, Endpoint
-from agentjet.environments import Environment, EnvironmentFailed
+from agentjet.environments import Environment, EnvironmentFailed, EnvironmentTask, Kind, Model
 from agentjet.errors import AgentJetError, ConfigError
 from agentjet.protocol import BeginRequest
 from agentjet.types import Reward
@@ -190,3 +192,31 @@ def test_a_task_of_another_environment_is_refused() -> None:
         assert [len(corridor.tasks), len(corridor.held_out)] == [8, 2]
         with pytest.raises(AgentJetError, match=r"'only' is of the task set '.*no_score': there are .*Corridor:"):
             asyncio.run(corridor.agent(other.tasks[0], episode()))
+
+
+class Split(Kind):
+    """Five tasks to train on, then five held-out ones; or endless tasks without a split."""
+
+    is_endless: bool = False
+    """Without splits."""
+
+    def tasks(self) -> Iterator[EnvironmentTask]:
+        if self.is_endless:
+            yield from (EnvironmentTask(f"{number}") for number in itertools.count())
+        for split in ("train", "held_out"):
+            yield from (EnvironmentTask(f"{split}-{number}", {}, split) for number in range(5))
+
+    def play(self, task: EnvironmentTask, model: Model) -> Reward:
+        return Reward(0.0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "ids"),
+    [
+        ({}, [f"{split}-{number}" for split in ("train", "held_out") for number in range(5)]),
+        ({"num_tasks": 3}, ["train-0", "held_out-0", "train-1"]),
+        ({"num_tasks": 3, "is_endless": True}, ["0", "1", "2"]),
+    ],
+)
+def test_a_number_of_tasks_cuts_no_split_off(settings: dict[str, Any], ids: list[str]) -> None:
+    assert [task.id for task in Split(**settings).listed()] == ids

@@ -9,6 +9,7 @@ A failure of an environment is an exception. It aborts the episode with its reas
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 from abc import ABC, abstractmethod
@@ -89,7 +90,7 @@ class Kind(Section, ABC):
 
     @abstractmethod
     def tasks(self) -> Iterable[EnvironmentTask]:
-        """Yields the tasks, in the same order with the same ids each time. May be endless."""
+        """Yields the tasks, in the same order with the same ids each time. May be endless if no task has a split."""
 
     @abstractmethod
     def play(self, task: EnvironmentTask, model: Model) -> Reward:
@@ -106,8 +107,8 @@ class Kind(Section, ABC):
         """The tasks, each with its split. Raises `ConfigError` for tasks without an id or with equal ids."""
         most = self.num_tasks or MAX_TASKS
         listed: dict[str, EnvironmentTask] = {}
-        for number, task in enumerate(self.tasks()):
-            if number >= most:
+        for number, task in enumerate(itertools.islice(self.tasks(), MAX_TASKS)):
+            if number >= most and not task.split:  # It may be endless; environments with splits are not.
                 break
             where = f"task {number} of {self.target or type(self).__name__}"
             if not isinstance(task.id, str) or not task.id:
@@ -120,7 +121,18 @@ class Kind(Section, ABC):
             listed[task.id] = EnvironmentTask(task.id, json.loads(json.dumps(task.payload)), split)
         if not listed:
             raise ConfigError(f"{self.target or type(self).__name__} has no tasks")
-        return list(listed.values())
+        return first_of_each_split(list(listed.values()), most)
+
+
+def first_of_each_split(tasks: list[EnvironmentTask], most: int) -> list[EnvironmentTask]:
+    """At most `most` tasks, taken from the splits in turn, so that none is cut off."""
+    if len(tasks) <= most:
+        return tasks
+    splits: dict[str, list[EnvironmentTask]] = {}
+    for task in tasks:
+        splits.setdefault(task.split, []).append(task)
+    in_turn = itertools.chain.from_iterable(itertools.zip_longest(*splits.values()))
+    return [task for task in in_turn if task is not None][:most]
 
 
 MAX_TASKS = 100_000

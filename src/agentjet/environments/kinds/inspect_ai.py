@@ -39,7 +39,7 @@ LOGS = "logs"
 class Inspect(Kind):
     """Samples of an inspect task, with its solver and scorers."""
 
-    requires: ClassVar[str] = "inspect-ai>=0.3.200,<0.4"
+    requires: ClassVar[str] = "inspect-ai>=0.3.285,<0.4"
     about: ClassVar[str] = "file and task of inspect, such as my_tasks.py@arith, or package/task"
 
     task_args: Mapping[str, Any] = Field(default_factory=dict)
