@@ -9,6 +9,8 @@
 * `cocktail`: three kinds by weights, of which one crashes in 30 % of its episodes: the largest error of a share, and
   batches that took more than ten times the median.
 * `sandbox`: attempts to leave a sandbox, and the CPU of its start: `bench/sandbox.py`.
+* `game`, `mcp`, `terminal`: an example's whole run. The share of the held-out tasks that is solved, before and after
+  training (`_before`, `_after`, `_gain`), and `_seconds`.
 
 Prints tables, then one JSON object as the last line.
 """
@@ -31,6 +33,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +60,11 @@ from tests.fakes import saying
 from tests.server.serving import ADMIN, serving
 from tests.timeline.models import make_model
 
-LEAST = {"kinds": 9, "exact": 9} | sandbox.LEAST
-MOST = {"overhead_ms": 20, "share_err": 0.05, "stalled": 0} | sandbox.MOST
+EXAMPLES = {"game": "household_game", "mcp": "mcp_tools", "terminal": "terminal_tasks"}
+LEAST = {"kinds": 9, "exact": 9} | {f"{part}_gain": 0.2 for part in EXAMPLES} | sandbox.LEAST
+MOST = (
+    {"overhead_ms": 20, "share_err": 0.05, "stalled": 0} | {f"{part}_seconds": 600 for part in EXAMPLES} | sandbox.MOST
+)
 MODEL = "smollm2-135m"
 TEMPLATE = "qwen3"
 """Template with tools, of the sampler that records."""
@@ -330,12 +336,27 @@ def cocktail() -> Found:
     return figures, [grid(rows)]
 
 
+# ---- examples --------------------------------------------------------------------------------------------------------
+
+
+def example(part: str) -> Found:
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "out"
+        command = [sys.executable, "-m", f"examples.{EXAMPLES[part]}.train", "--out", str(out)]
+        subprocess.run(command, check=True, cwd=ROOT, stdout=sys.stderr)
+        result = json.loads((out / "result.json").read_text(encoding="utf-8"))
+    before, after = result["before"]["success"], result["after"]["success"]
+    figures = {"before": before, "after": after, "gain": round(after - before, 4), "seconds": result["seconds"]}
+    return {f"{part}_{name}": value for name, value in figures.items()}, []
+
+
 PARTS: dict[str, Callable[[], Found]] = {
     "kinds": kinds,
     "exact": exact,
     "overhead": overhead,
     "cocktail": cocktail,
     "sandbox": sandbox.measured,
+    **{part: partial(example, part) for part in EXAMPLES},
 }
 
 

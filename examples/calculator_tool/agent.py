@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import random
 import re
-import zlib
 from typing import Any
 
 import openai
@@ -65,40 +64,29 @@ EXAMPLES = [*example(215, 34), *example(482, 71)]
 """Every conversation opens with these. Without them the model never writes a call, and there is nothing to reward."""
 
 
-class Agent:
-    """One question, at most one round of tool calls, one answer. Samples with the job's settings, or with the given
-    temperature and a seed for each task."""
+def agent(task: Task, episode: Episode) -> Reward:
+    """One question, at most one round of tool calls, one answer: 1 or 0. The metrics show the progress: `called` the
+    tool, with the right `expression`."""
+    a, b = task.payload
+    messages = [*EXAMPLES, question(a, b)]
+    said = _ask(episode, messages)
+    results = [calculator(call.function.arguments) for call in said.tool_calls or () if call.type == "function"]
+    metrics = {"called": float(bool(results)), "expression": float(str(a * b) in results)}
+    if not results:
+        return Reward(0.0, metrics=metrics)
+    messages.append(said.model_dump(exclude_none=True))  # type: ignore[arg-type]
+    for call, result in zip(said.tool_calls or (), results, strict=True):
+        messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+    answer = _ask(episode, messages)
+    return Reward(float(is_right(answer.content or "", a * b)), metrics=metrics)
 
-    def __init__(self, *, temperature: float | None = None, seed: int | None = None) -> None:
-        self.temperature = temperature
-        self.seed = seed
 
-    def __call__(self, task: Task, episode: Episode) -> Reward:
-        """1 or 0. The metrics show the progress: `called` the tool, with the right `expression`."""
-        a, b = task.payload
-        messages = [*EXAMPLES, question(a, b)]
-        said = self._ask(episode, task, messages)
-        results = [calculator(call.function.arguments) for call in said.tool_calls or () if call.type == "function"]
-        metrics = {"called": float(bool(results)), "expression": float(str(a * b) in results)}
-        if not results:
-            return Reward(0.0, metrics=metrics)
-        messages.append(said.model_dump(exclude_none=True))  # type: ignore[arg-type]
-        for call, result in zip(said.tool_calls or (), results, strict=True):
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
-        answer = self._ask(episode, task, messages)
-        return Reward(float(is_right(answer.content or "", a * b)), metrics=metrics)
-
-    def _ask(self, episode: Episode, task: Task, messages: list[ChatCompletionMessageParam]) -> ChatCompletionMessage:
-        llm = OPENAI.with_options(base_url=episode.base_url, api_key=episode.api_key)
-        completion = llm.chat.completions.create(
-            model=episode.model,
-            messages=messages,
-            tools=[CALCULATOR],
-            max_completion_tokens=MAX_TOKENS,
-            temperature=openai.omit if self.temperature is None else self.temperature,
-            seed=openai.omit if self.seed is None else zlib.crc32(f"{self.seed}/{task.id}/{len(messages)}".encode()),
-        )
-        return completion.choices[0].message
+def _ask(episode: Episode, messages: list[ChatCompletionMessageParam]) -> ChatCompletionMessage:
+    llm = OPENAI.with_options(base_url=episode.base_url, api_key=episode.api_key)
+    completion = llm.chat.completions.create(
+        model=episode.model, messages=messages, tools=[CALCULATOR], max_completion_tokens=MAX_TOKENS
+    )
+    return completion.choices[0].message
 
 
 def calculator(arguments: str) -> str:

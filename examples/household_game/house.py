@@ -1,4 +1,4 @@
-"""A household game in text: find an object, carry it to another room, and put it down.
+"""A household game in text: go to an object, take it, and bring it to another room.
 
 The world has the API of `agentjet.environments`: `Household` lists the tasks, `House` answers actions. Every
 observation comes with the actions that are valid in it, and the sampler produces one of them.
@@ -26,29 +26,26 @@ HELD_OUT_OBJECTS = (
     *("broom", "camera", "glass", "guitar", "ladder", "phone", "ring", "shirt", "shoe", "spoon", "ticket", "towel"),
 )
 NUM_TRAINING, NUM_HELD_OUT = 800, 200
-MILESTONE = 0.25
-"""Reward for each of four: to reach the object, to take it, to carry it to its room, to put it down there."""
-
+MILESTONES = (0.2, 0.3, 0.5)
+"""Rewards for reaching the object, for taking it, and for bringing it to its room."""
 
 EXAMPLE = """You tidy a house. An example:
-Task: put the sock in the garden. The sock is in the bedroom.
-You are in the kitchen. You see nothing. You carry nothing.
+Bring the sock to the garden. It is in the bedroom.
+You are in the kitchen.
 "go bedroom"
-You are in the bedroom. You see the sock. You carry nothing.
+You are in the bedroom. You see the sock.
 "take sock"
-You are in the bedroom. You see nothing. You carry the sock.
-"go garden"
-You are in the garden. You see nothing. You carry the sock.
-"put sock\""""
+You are in the bedroom. You carry the sock.
+"go garden\""""
 
 
 class Household(Game):
-    """Put an object into a room."""
+    """Bring an object to a room."""
 
     system_prompt: str = EXAMPLE
     """The first message: a solved task."""
-    max_turns: int = Field(6, ge=4)
-    """Maximum number of actions. Four are enough."""
+    max_turns: int = Field(4, ge=3)
+    """Maximum number of actions. Three are enough."""
 
     def tasks(self) -> Iterator[EnvironmentTask]:
         yield from _tasks(OBJECTS, NUM_TRAINING, "train")
@@ -81,7 +78,7 @@ class House:
 
     def reset(self) -> Observation:
         where = self.places[self.target]
-        return self._seen(f"Task: put the {self.target} in the {self.to}. The {self.target} is in the {where}.\n")
+        return self._seen(f"Bring the {self.target} to the {self.to}. It is in the {where}.\n")
 
     def step(self, action: str) -> Observation:
         verb, _, noun = action.partition(" ")
@@ -93,7 +90,7 @@ class House:
         else:
             self.places[noun], self.carried = self.room, ""
         before, self.reached = self.reached, max(self.reached, self._milestones())
-        return self._seen("", MILESTONE * (self.reached - before))
+        return self._seen("", sum(MILESTONES[before : self.reached]))
 
     def close(self) -> None:
         pass
@@ -101,24 +98,21 @@ class House:
     def _milestones(self) -> int:
         if self.carried == self.target:
             return 3 if self.room == self.to else 2
-        if self.places[self.target] == self.to:
-            return 4
         return int(self.places[self.target] == self.room)
 
     def _seen(self, text: str, reward: float = 0.0) -> Observation:
         here = [name for name, room in self.places.items() if room == self.room]
         carried = [self.carried] if self.carried else []
         takes = [] if carried else [f"take {name}" for name in here]
-        is_done = self.reached == 4
+        text += f"You are in the {self.room}."
+        for verb, names in (("see", here), ("carry", carried)):
+            text += f" You {verb} {' and '.join(f'the {name}' for name in names)}." if names else ""
+        is_done = self.reached == len(MILESTONES)
         return Observation(
-            f"{text}You are in the {self.room}. You see {_listed(here)}. You carry {_listed(carried)}.",
+            text,
             reward,
             is_done,
             actions=[f"go {room}" for room in ROOMS] + takes + [f"put {name}" for name in carried],
             metrics={"success": float(is_done)},
-            why=f"the {self.target} is in the {self.to}" if is_done else f"milestone {self.reached} of 4",
+            why=f"the {self.target} is in the {self.to}" if is_done else f"milestone {self.reached} of 3",
         )
-
-
-def _listed(names: list[str]) -> str:
-    return " and ".join(f"the {name}" for name in names) or "nothing"

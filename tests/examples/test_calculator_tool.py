@@ -1,12 +1,10 @@
-"""1. The split. 2. The tool and the reward. 3. The shipped settings load. 4. Against a real server: the model's tokens
-are trained; the question, the examples and the tool's results are not. 5. The whole run, shortened, on a tiny
-model.
+"""1. The split. 2. The tool and the reward. 3. Against a real server: the model's tokens are trained; the
+question, the examples and the tool's results are not.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,16 +15,15 @@ from agentjet import Swarm
 from agentjet.types import Task
 from examples.calculator_tool.agent import (
     EXAMPLES,
-    Agent,
+    agent,
     calculator,
     held_out_tasks,
     is_right,
     training_tasks,
 )
-from examples.calculator_tool.train import main
 from tests.fakes import saying
 from tests.server.serving import TOKEN, Served, in_thread, serving
-from tests.tiny import make_model, make_model_info, set_options
+from tests.tiny import make_model_info
 
 
 def test_held_out_questions_are_neither_trained_on_nor_shown() -> None:
@@ -101,7 +98,7 @@ def test_what_the_model_said_is_trained_and_what_the_tool_said_is_not(
     monkeypatch.setattr("examples.calculator_tool.agent.MAX_TOKENS", 512)  # the tiny vocabulary spells everything out
     with Swarm(served.url, TOKEN) as swarm:
         with swarm.episode(TASK.id) as episode:
-            reward = Agent()(TASK, episode)
+            reward = agent(TASK, episode)
             episode.finish(reward)
         assert (reward.value, reward.metrics) == (1.0, {"called": 1.0, "expression": 1.0})
         first, second = swarm.episode_tree(episode.id).calls
@@ -122,23 +119,6 @@ def test_what_the_model_said_is_trained_and_what_the_tool_said_is_not(
 def test_a_model_that_does_not_call_earns_nothing_and_is_not_asked_again(served: Served) -> None:
     served.run.compute.script = saying(lambda prompt: ANSWER)
     with Swarm(served.url, TOKEN) as swarm, swarm.episode(TASK.id) as episode:
-        reward = Agent()(TASK, episode)
+        reward = agent(TASK, episode)
         assert (reward.value, reward.metrics["called"]) == (0.0, 0.0)
         assert len(swarm.episode_tree(episode.id).calls) == 1
-
-
-@pytest.mark.e2e
-@pytest.mark.thorough
-def test_the_run_shortened(tmp_path: Path) -> None:
-    sets = set_options(make_model(tmp_path / "model", template="qwen3"), max_steps=2, batch_size=2, group_size=2)
-    out = tmp_path / "out"
-    result = main(["--out", str(out), "--tasks", "6", "--seed", "3", *sets])
-    assert json.loads((out / "result.json").read_text()) == json.loads(json.dumps(result))
-    assert (result["batches"], result["aborted"], result["before"]["tasks"]) == (2, 0, 6)
-    assert result["episodes"] >= 8 and all(map(math.isfinite, result["rewards"]))
-    for score in (result["before"], result["after"]):
-        low, high = score["success_interval"]
-        assert 0 <= low <= score["success"] <= high <= 1
-    assert list((out / "model").glob("*.safetensors"))
-    with pytest.raises(SystemExit, match="give another folder"):
-        main(["--out", str(out)])

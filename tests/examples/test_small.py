@@ -30,7 +30,6 @@ from agentjet.client.threads import raise_on_signals
 from agentjet.config import load_config
 from agentjet.types import Task
 from examples.arithmetic import demo as arithmetic
-from examples.calculator_tool import train as calculator
 from examples.claude_style_cli import train as claude
 from examples.cocktail import train as cocktail
 from examples.cocktail.client import TASK_SETS, ends_with, is_same
@@ -59,7 +58,6 @@ FOLDER = ROOT / "examples" / "cluster"
     ("settings", "overrides"),
     [
         (arithmetic.SETTINGS, []),
-        (calculator.SETTINGS, []),
         (claude.SETTINGS, []),
         (textarena.SETTINGS, []),
         (word_game.SETTINGS, []),
