@@ -50,5 +50,6 @@ def write(path: Path) -> Path:
         split = "held_out" if place < NUM_HELD_OUT else "train"
         right = number(column, item)
         rows.append({"id": item, "messages": EXAMPLES, "question": question, "answer": right, "split": split})
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
