@@ -37,7 +37,7 @@ PLAIN = {
     for name in built_in()
     if issubclass(find(name), PolicyGradient)
     and isinstance(recipe := make_recipe(name), PolicyGradient)
-    and type(recipe).token_loss is PolicyGradient.token_loss
+    and type(recipe).with_terms is PolicyGradient.with_terms
 }
 """The loss of each recipe that adds nothing to it."""
 LOSSES = {loss: loss if PLAIN.get(loss) == loss else name for name, loss in reversed(PLAIN.items())}

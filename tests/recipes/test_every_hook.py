@@ -79,7 +79,7 @@ def test_the_hooks_of_the_page_run(name: str) -> None:
     logp = torch.full((forest.num_targets,), -1.0, requires_grad=True)
     columns = {one: torch.from_numpy(forest[one].copy()) for one in ("logprob", *recipe.reads) if one in forest.targets}
     columns |= {f"new_{head}": torch.zeros(forest.num_targets, requires_grad=True) for head in outputs}
-    loss, reported = hooks.token_loss(recipe, logp, columns)
+    loss, reported = hooks.loss(recipe, logp, columns)
     assert {*recipe.reports} <= reported.keys()
     means = {key: float(value.detach().float().mean()) for key, value in reported.items()}
     state = hooks.next_state(recipe, {}, metrics | means)

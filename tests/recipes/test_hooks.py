@@ -81,7 +81,7 @@ def test_what_a_hook_returns(method: str, function: Any, sentence: str) -> None:
     calls: dict[str, Callable[[Recipe], Any]] = {
         "weights": lambda recipe: hooks.weights(recipe, BATCH.forest),
         "contributing": lambda recipe: hooks.contributing(recipe, BATCH.forest),
-        "token_loss": lambda recipe: hooks.token_loss(recipe, logp, {}),
+        "token_loss": lambda recipe: hooks.loss(recipe, logp, {}),
     }
     found = refusal(broken(PolicyGradient, **{method: function}), calls.get(method, columns))
     assert re.search(sentence, found), found

@@ -60,11 +60,11 @@ def test_clip(advantage: float, ratio: float, settings: dict[str, float], value:
 def test_gspo_uses_the_sequences_mean_ratio() -> None:
     old = torch.tensor([-1.0, -1.0, -1.0])
     logp = (old + torch.tensor([0.1, 0.3, -0.1])).requires_grad_()
-    columns = {"sequence_log_ratio": torch.full((3,), 0.1)}  # (0.1 + 0.3 - 0.1) / 3
-    positive, metrics = GspoLoss().token_loss(logp, columns | {"advantage": torch.ones(3)})
+    columns = {"logprob": old, "sequence": torch.zeros(3, dtype=torch.int64)}  # (0.1 + 0.3 - 0.1) / 3
+    positive, metrics = GspoLoss().batch_loss(logp, columns | {"advantage": torch.ones(3)})
     assert positive.tolist() == pytest.approx([-1.0004] * 3)
     assert metrics[CLIP_FRACTION].all(), "the sequence's ratio is above the bound, also for a token with one below 1"
-    negative, metrics = GspoLoss().token_loss(logp, columns | {"advantage": -torch.ones(3)})
+    negative, metrics = GspoLoss().batch_loss(logp, columns | {"advantage": -torch.ones(3)})
     assert negative.tolist() == pytest.approx([1.105171] * 3) and not metrics[CLIP_FRACTION].any()
     negative.sum().backward()
     assert logp.grad.tolist() == pytest.approx([1.105171] * 3)
@@ -84,8 +84,10 @@ def test_cispo_keeps_a_gradient_outside_the_clip() -> None:
 @pytest.mark.parametrize("loss", ["clip", "gspo", "cispo"])
 def test_a_token_without_advantage_is_not_clipped(loss: str) -> None:
     ratios = torch.tensor([2.0, -2.0])
-    columns = {"logprob": torch.zeros(2), "sequence_log_ratio": ratios, "advantage": torch.zeros(2)}
-    assert not make_recipe({"loss": loss}).token_loss(ratios, columns)[1][CLIP_FRACTION].any()
+    columns = {"logprob": torch.zeros(2), "sequence": torch.arange(2), "advantage": torch.zeros(2)}
+    recipe = make_recipe({"loss": loss})
+    own_loss = recipe.batch_loss if recipe.takes_batch else recipe.token_loss
+    assert not own_loss(ratios, columns)[1][CLIP_FRACTION].any()
 
 
 def test_a_loss_has_the_defaults_it_was_published_with() -> None:
@@ -179,15 +181,15 @@ def summed(name: str, log_ratios: list[list[float]], advantages: list[float]) ->
     sequence = torch.repeat_interleave(torch.tensor(tokens))
     ratios = torch.tensor([ratio for own in log_ratios for ratio in own], dtype=torch.float64)
     logp = (ratios - 1).requires_grad_()
-    means = torch.tensor([sum(own) / len(own) for own in log_ratios], dtype=torch.float64)
     counts = torch.tensor(tokens, dtype=torch.float64)[sequence]
     columns = {
-        "sequence_log_ratio": means[sequence],
+        "logprob": torch.full_like(ratios, -1),
+        "sequence": sequence,
         "sequence_tokens": counts,
         "turn_tokens": counts,
         "advantage": torch.tensor(advantages, dtype=torch.float64)[sequence],
     }
-    loss, _ = recipe.token_loss(logp, columns)
+    loss, _ = recipe.batch_loss(logp, columns)
     (loss / len(tokens)).sum().backward()
     sums = torch.zeros(len(tokens), dtype=torch.float64).index_add(0, sequence, loss.detach())
     assert logp.grad is not None

@@ -48,7 +48,7 @@ from torch.nn.utils import clip_grads_with_norm_
 
 from agentjet.compute.memory import USABLE, Learning, gathered_need
 from agentjet.compute.model import decoder_layers
-from agentjet.compute.passes import Pass, Teacher, ValueModel, chunks, measured, pass_of, to_device
+from agentjet.compute.passes import Pass, Teacher, ValueModel, chunks, measured, numbers, pass_of, to_device
 from agentjet.compute.policy import Policy, merged_weights, summed
 from agentjet.compute.protocol import LossSpec, Outputs, means
 from agentjet.compute.routes import OWN_ROUTES_KL, ROUTE_MISMATCH
@@ -241,6 +241,8 @@ def interface_of(host: str) -> str:
 # ---- the learner -----------------------------------------------------------------------------------------------------
 
 TOKENS_COMPUTED = "forest/tokens_computed"
+SLOPE = "slope of "
+"""Beginning of the names of columns with derivatives of a `batch_loss`."""
 NOT_FINITE = "recipe/not_finite"
 """Sum over the tokens of a mini-batch; not a metric."""
 REPEATED = "moe/repeated"
@@ -291,6 +293,7 @@ class PolicyLearner:
         self.ranks = ranks or RankGroup()
         self._layers = shard_layers(policy, self.ranks) if sharding == "sharded" else []
         self._pass = self._make_pass()
+        self._float = np.float64 if policy.dtype == torch.float64 else np.float32
         self._params = policy.trainable()
         self._sums: dict[str, Tensor] = {}
         """Gradients of this process since the last reduction, by name, in the type of the masters."""
@@ -496,13 +499,20 @@ class PolicyLearner:
             return {**dict.fromkeys(reports if forest.num_targets else (), 0.0), TOKENS_COMPUTED: 0.0}
         self._contributed = True
         weighted = select(forest.with_columns(weight=hooks.weights(recipe, forest)), contributing)
-        pieces = [piece for piece, _ in self._pieces(weighted, loss.micro_batch_tokens)]
-        if "sequence_log_ratio" in reads:
-            pieces = self._with_sequence_ratios(pieces, int(weighted["sequence"].max()) + 1)
         if "reference" in reads and "reference" not in weighted.targets:
             with self._reference_weights():
-                pieces = [_with_column(piece, "reference", _array(self.logprobs(piece))) for piece in pieces]
+                found = self._of_batch(weighted, ["proximal"], loss.micro_batch_tokens)
+            weighted = _with_column(weighted, "reference", found["proximal"])
         sums = defaultdict[str, float](float, dict.fromkeys((NOT_FINITE, *reports), 0.0))
+        pieces = [piece for piece, _ in self._pieces(weighted, loss.micro_batch_tokens)]
+        if hooks.loss_hook(recipe) == "batch_loss" and (len(pieces) > 1 or self.ranks.num_ranks > 1):
+            names = self._numbers(recipe)
+            found = {name: weighted[name] for name in names if loss.step == 0 and name in weighted.targets}
+            if found.keys() != {*names}:
+                found = self._of_batch(weighted, names, loss.micro_batch_tokens)
+            present = {name: to_device(values, self.policy.device) for name, values in found.items()}
+            weighted = self._with_slopes(weighted, recipe, present, sums)
+            pieces = [piece for piece, _ in self._pieces(weighted, loss.micro_batch_tokens)]
         for piece in pieces:
             self._accumulate(piece, recipe, sums)
         self._pass.finish()
@@ -519,23 +529,14 @@ class PolicyLearner:
         hooks.check_loss(recipe, totals.pop(NOT_FINITE, 0.0), weighted)
         return {name: total / counts.get(name, forest.num_targets) for name, total in totals.items()}
 
-    def _with_sequence_ratios(self, pieces: list[Forest], num_sequences: int) -> list[Forest]:
-        """Add the sequence means of logp - old, over the tokens of all micro-batches."""
-        sums = np.zeros((2, num_sequences))
-        sequences = np.concatenate([np.zeros(0, np.int32), *(piece["sequence"] for piece in pieces)])
-        ratios = [_array(self.logprobs(piece).double()) - piece["logprob"] for piece in pieces]
-        sums[0] = np.bincount(sequences, np.concatenate([np.zeros(0), *ratios]), num_sequences)
-        sums[1] = np.bincount(sequences, minlength=num_sequences)
-        ratio_sums, counts = self.ranks.sum(sums)
-        means = ratio_sums / np.maximum(1, counts)
-        return [_with_column(piece, "sequence_log_ratio", means[piece["sequence"]]) for piece in pieces]
-
-    def _of_batch(self, forest: Forest, names: Sequence[str], max_tokens: int) -> dict[str, NDArray[np.float32]]:
+    def _of_batch(self, forest: Forest, names: Sequence[str], max_tokens: int) -> dict[str, NDArray[np.floating[Any]]]:
         """Returns values [M] of the targets of a whole batch, micro-batch by micro-batch."""
-        found = {name: np.zeros(forest.num_targets, np.float32) for name in names}
+        found: dict[str, NDArray[np.floating[Any]]] = {
+            name: np.zeros(forest.num_targets, self._float) for name in names
+        }
         for piece, targets in self._pieces(forest, max_tokens):
             for name, values in measured(self.policy, self._pass, piece, names, self._values).items():
-                found[name][targets] = _array(values.float())
+                found[name][targets] = _array(values.float() if self._float is np.float32 else values)
         return {name: self.ranks.sum(values) for name, values in found.items()}
 
     def logprobs(self, forest: Forest) -> Tensor:
@@ -573,25 +574,68 @@ class PolicyLearner:
             differing, repeated = self._pass.routes.counts
             sums[ROUTE_MISMATCH] += differing
             sums[REPEATED] += repeated
-        reads, heads = hooks.declared(recipe, "reads"), hooks.declared(recipe, "value_heads")
+        hook, names = hooks.loss_hook(recipe), self._numbers(recipe)
+        if hook == "batch_loss" and SLOPE + names[0] not in forest.targets:  # It is the whole mini-batch.
+            with torch.no_grad():
+                forest = self._with_slopes(
+                    forest, recipe, numbers(self.policy, hidden, rows, forest, names, self._values), sums
+                )
         cut = hidden.detach().requires_grad_()
         # The head's graph lives for one chunk only. The body's backward runs once, from the summed gradient.
-        for chunk, logp, _ in chunks(self.policy, cut, rows, forest):
-            names = ("weight", "logprob", *reads)
-            columns = {name: to_device(forest[name][chunk], cut.device).to(logp.dtype) for name in names}
-            if heads is not None and self._values is not None:
-                new = self._values.values(cut.index_select(0, rows[to_device(chunk, cut.device)]))
-                columns |= {f"new_{name}": value for name, value in new.items()}
-            loss, metrics = hooks.token_loss(recipe, logp, columns)
-            sums[NOT_FINITE] += hooks.num_not_finite(loss, logp, columns)
-            with hooks.running(recipe.name, "token_loss"):  # A loss may have a backward pass of its own.
-                (loss * columns["weight"]).sum().backward()  # type: ignore[no-untyped-call]
-            sums[MISMATCH] += float(kl_k3(columns["logprob"], logp.detach()).sum())
-            for name, values in metrics.items():
-                sums[name] += float(values.detach().sum())
+        for chunk, logp, entropy in chunks(self.policy, cut, rows, forest, entropy="entropy" in names):
+            new = {"proximal": logp, "entropy": entropy}
+            if self._values is not None:
+                new |= self._values.values(cut.index_select(0, rows[to_device(chunk, cut.device)]))
+            if hook == "batch_loss":
+                old = to_device(forest["logprob"][chunk], cut.device)
+                slopes = [to_device(forest[SLOPE + name][chunk], cut.device) for name in names]
+                torch.autograd.backward([new[name] for name in names], slopes)
+            else:
+                columns = {name: to_device(forest[name][chunk], cut.device).to(logp.dtype) for name in _read(recipe)}
+                old = columns["logprob"]
+                columns |= {f"new_{name}": new[name] for name in names[1:]}
+                loss, metrics = hooks.loss(recipe, logp, columns)
+                _count(sums, metrics, hooks.num_not_finite(loss, logp, columns))
+                with hooks.running(recipe.name, hook):  # A loss may have a backward pass of its own.
+                    (loss * columns["weight"]).sum().backward()  # type: ignore[no-untyped-call]
+            sums[MISMATCH] += float(kl_k3(old.to(logp.dtype), logp.detach()).sum())
         # Of a sharded model, the other ranks wait for a backward pass of every piece.
         self._pass.backward(hidden, torch.zeros_like(cut) if cut.grad is None and self._layers else cut.grad)
         self._gather_gradients()
+
+    def _numbers(self, recipe: Recipe) -> list[str]:
+        """Returns the names in `measured` of the numbers with gradient of a loss, the log-probabilities first."""
+        heads = hooks.declared(recipe, "value_heads")
+        entropy = ["entropy"] if "new_entropy" in hooks.declared(recipe, "reads") else []
+        return ["proximal", *entropy, *(heads.names if heads is not None else ())]
+
+    def _with_slopes(
+        self, forest: Forest, recipe: Recipe, present: Mapping[str, Tensor], sums: defaultdict[str, float]
+    ) -> Forest:
+        """Returns a whole mini-batch with the derivatives [M] of its `batch_loss` by the numbers with gradient.
+
+        By the chain rule, the gradient of the loss is the sum of the numbers' gradients, each times its derivative. So
+        micro-batches can be computed one after the other.
+        """
+        device = self.policy.device
+        columns = {name: to_device(forest[name], device) for name in _read(recipe)}
+        dtype = next(iter(present.values())).dtype
+        columns = {
+            name: values.to(dtype if values.is_floating_point() else torch.int64) for name, values in columns.items()
+        }
+        leaves = {name: values.detach().clone().requires_grad_() for name, values in present.items()}
+        logp = leaves["proximal"]
+        columns |= {f"new_{name}": values for name, values in leaves.items() if name != "proximal"}
+        with torch.enable_grad():
+            loss, metrics = hooks.loss(recipe, logp, columns)
+        if self.ranks.rank == 0:
+            _count(sums, metrics, hooks.num_not_finite(loss, logp, columns))
+        with torch.enable_grad(), hooks.running(recipe.name, "batch_loss"):
+            (loss * columns["weight"] if loss.shape else loss).sum().backward()  # type: ignore[no-untyped-call]
+        for name, values in leaves.items():
+            slopes = torch.zeros_like(values) if values.grad is None else values.grad
+            forest = _with_column(forest, SLOPE + name, _array(slopes))
+        return forest
 
     def _make_pass(self) -> Pass:
         return pass_of(self.policy, keeps=not self._layers)
@@ -808,6 +852,17 @@ def learning_rate(optimizer: OptimizerConfig, version: int) -> float:
 
 def _array(values: Tensor) -> NDArray[Any]:
     return values.cpu().numpy()
+
+
+def _read(recipe: Recipe) -> set[str]:
+    """Returns the columns of a forest that a loss gets."""
+    return {"weight", "logprob", *(name for name in hooks.declared(recipe, "reads") if not name.startswith("new_"))}
+
+
+def _count(sums: defaultdict[str, float], metrics: Mapping[str, Tensor], num_not_finite: float) -> None:
+    sums[NOT_FINITE] += num_not_finite
+    for name, values in metrics.items():
+        sums[name] += float(values.detach().sum())
 
 
 def _with_column(forest: Forest, name: str, values: NDArray[Any]) -> Forest:

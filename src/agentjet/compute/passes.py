@@ -388,18 +388,30 @@ def measured(
 
     Other names are those of value heads.
     """
-    hidden, rows = own_pass.hidden(forest)
+    return numbers(policy, *own_pass.hidden(forest), forest, names, values)
+
+
+@torch.no_grad()
+def numbers(
+    policy: Policy,
+    hidden: Tensor,
+    rows: Tensor,
+    forest: Forest,
+    names: Sequence[str],
+    values: ValueModel | None = None,
+) -> dict[str, Tensor]:
+    """Returns the same from hidden states and rows, as `Pass.hidden` gives them."""
     found = list(chunks(policy, hidden, rows, forest, entropy="entropy" in names))
     if not found:
         return {name: torch.zeros(0, device=hidden.device) for name in names}
     order = torch.from_numpy(np.argsort(np.concatenate([chunk.targets for chunk in found]))).to(hidden.device)
-    numbers = {
+    known = {
         "proximal": torch.cat([chunk.logp for chunk in found])[order],
         "entropy": torch.cat([chunk.entropy for chunk in found])[order] if "entropy" in names else hidden.new_zeros(0),
     }
     if values is not None:
-        numbers |= {name: value[rows] for name, value in values.values(hidden).items()}
-    return {name: numbers[name] for name in names}
+        known |= {name: value[rows] for name, value in values.values(hidden).items()}
+    return {name: known[name] for name in names}
 
 
 class Teacher:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from agentjet.recipes.baselines import Grpo, HapoTlga, Rloo
-from agentjet.recipes.losses import CLIP_FRACTION, Clip, PolicyLoss, ratio_of, surrogate
+from agentjet.recipes.losses import CLIP_FRACTION, Clip, PolicyLoss, ratio_of, sequence_mean, surrogate
 from agentjet.recipes.policy_gradient import FloatArray, Outputs, OwnLoss, lengths, penalised
 from agentjet.recipes.recipe import Need
 from agentjet.section import Int64
@@ -85,13 +85,12 @@ class GspoLoss(PolicyLoss):
     clip_high: float = Field(4e-4, ge=0)
     """With a positive advantage, sequence ratios above 1 + clip_high have no gradient."""
 
-    reads: ClassVar[tuple[str, ...]] = ("sequence_log_ratio", "advantage")
+    reads: ClassVar[tuple[str, ...]] = ("logprob", "advantage", "sequence")
     aggregation: ClassVar[str] = "sequence_mean"
     is_linear: ClassVar[bool] = True
 
-    def token_loss(self, logp: Tensor, columns: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        # `logp - logp.detach()` is 0. It gives the ratio of the sequence the gradient of each of its tokens.
-        ratio = (columns["sequence_log_ratio"] + logp - logp.detach()).clamp(max=10.0).exp()
+    def batch_loss(self, logp: Tensor, columns: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        ratio = sequence_mean(logp - columns["logprob"], columns).clamp(max=10.0).exp()
         return surrogate(ratio, columns["advantage"], 1 - self.clip_low, 1 + self.clip_high)
 
 
@@ -420,8 +419,9 @@ class AdaptiveKl(Grpo):
         forest = forest.with_columns(kl_coef=np.full(forest.num_targets, beta))
         return forest, {**metrics, COEFFICIENT: beta, SEQUENCES: float(forest.num_sequences)}
 
-    def token_loss(self, logp: Tensor, columns: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        loss, metrics = self.loss.token_loss(logp, columns)
+    def with_terms(
+        self, loss: Tensor, metrics: dict[str, Tensor], logp: Tensor, columns: Mapping[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         metrics["policy/kl"] = kl = self.kl(logp, columns["reference"])
         return loss + columns["kl_coef"] * kl, metrics
 

@@ -75,8 +75,10 @@ class Critic(PolicyGradient):
         """All: a token without advantage has a value, too."""
         return np.full(forest.num_targets, True)
 
-    def token_loss(self, logp: Tensor, columns: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        loss, metrics = super().token_loss(logp, columns)
+    def with_terms(
+        self, loss: Tensor, metrics: dict[str, Tensor], logp: Tensor, columns: Mapping[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        loss, metrics = super().with_terms(loss, metrics, logp, columns)
         value_loss = self.value_loss(columns)
         return loss + value_loss, {**metrics, VALUE_LOSS: value_loss}
 

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from agentjet.timeline.forest import Forest
 
 Result = TypeVar("Result")
-COMPUTED = ("new_", "reference", "sequence_log_ratio")
-"""Beginnings of the columns that `token_loss` may read without `columns`, because the learner computes them."""
+COMPUTED = ("new_", "reference")
+"""Beginnings of the columns that a loss may read without `columns`, because the learner computes them."""
 UNNAMED = "the plug-in did not return"
 WAY_OUT = "mend the recipe and start the server again; nothing is lost"
 PACKAGE = __name__.partition(".")[0]
@@ -283,16 +283,27 @@ def contributing(recipe: Recipe, forest: Forest) -> NDArray[np.bool_]:
     return found  # type: ignore[no-any-return]
 
 
-def token_loss(recipe: Recipe, logp: Tensor, columns: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns the losses [M], and metrics [M]. Values that are not finite are for `check_loss`."""
+def loss_hook(recipe: Recipe) -> str:
+    """Returns the name of the hook that is the recipe's loss."""
+    return "batch_loss" if declared(recipe, "takes_batch") else "token_loss"
+
+
+def loss(recipe: Recipe, logp: Tensor, columns: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Returns the losses [M], or one number of a `batch_loss`, and metrics [M]. Values that are not finite are for
+    `check_loss`.
+    """
     from torch import Tensor
 
-    hook = "token_loss"
-    result: Any = called(recipe, hook, lambda: recipe.token_loss(logp, columns))
+    hook = loss_hook(recipe)
+    result: Any = called(recipe, hook, lambda: getattr(recipe, hook)(logp, columns))
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
         raise _wrong(recipe, hook, f"returned {_kind(result)} instead of the losses and a dict of metrics")
     loss, metrics = result
-    for what, values in {"losses": loss, **{f"the metric {name!r}": one for name, one in metrics.items()}}.items():
+    if hook == "batch_loss":  # Numbers of the whole mini-batch.
+        metrics = {name: _one_each(values, logp) for name, values in metrics.items()}
+    wanted = {"losses": _one_each(loss, logp) if hook == "batch_loss" else loss}
+    wanted |= {f"the metric {name!r}": values for name, values in metrics.items()}
+    for what, values in wanted.items():
         if not isinstance(values, Tensor) or values.shape != logp.shape:
             raise _wrong(recipe, hook, f"returned {what} as {_kind(values)} instead of a tensor of {len(logp)} values")
     if not loss.requires_grad:
@@ -300,11 +311,17 @@ def token_loss(recipe: Recipe, logp: Tensor, columns: Mapping[str, Tensor]) -> t
     return loss, metrics
 
 
+def _one_each(values: Any, logp: Tensor) -> Any:
+    """Returns one number as a tensor [M], and anything else as it is."""
+    return values.expand_as(logp) if getattr(values, "shape", None) == () else values
+
+
 def num_not_finite(loss: Tensor, logp: Tensor, columns: Mapping[str, Tensor]) -> float:
     """Returns the number of losses that are not finite although log-probability and columns are."""
     wrong = ~loss.detach().isfinite()
     for values in (logp, *columns.values()):
-        wrong &= values.detach().isfinite()
+        is_finite = values.detach().isfinite()
+        wrong &= is_finite if wrong.shape else is_finite.all()
     return float(wrong.sum())
 
 
@@ -312,7 +329,9 @@ def check_loss(recipe: Recipe, num_not_finite: float, forest: Forest) -> None:
     """Raises `RecipeError` if some losses of a mini-batch are not finite."""
     if num_not_finite:
         raise _wrong(
-            recipe, "token_loss", f"returned {num_not_finite:g} of {forest.num_targets} losses that are not finite"
+            recipe,
+            loss_hook(recipe),
+            f"returned {num_not_finite:g} of {forest.num_targets} losses that are not finite",
         )
 
 

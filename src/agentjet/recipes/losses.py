@@ -32,8 +32,8 @@ class PolicyLoss(Component):
     """
 
     reads: ClassVar[tuple[str, ...]] = ("logprob", "advantage")
-    """Columns of the targets that the loss reads. With `sequence_log_ratio` it gets every token of a sequence. Columns
-    that the learner does not have come from `PolicyGradient.loss_columns` of the loss's recipe."""
+    """Columns of the targets that the loss reads. Those that the learner does not have come from
+    `PolicyGradient.loss_columns` of the loss's recipe."""
     reports: ClassVar[tuple[str, ...]] = (CLIP_FRACTION,)
     """Metrics that are 0 for tokens without advantage."""
     aggregation: ClassVar[str] = "token_mean"
@@ -42,13 +42,23 @@ class PolicyLoss(Component):
     """True if the loss is linear in the advantage: advantage 0 has no gradient, and a correction can scale it. A
     subclass that overrides `token_loss` must say it again."""
 
+    @property
+    def takes_batch(self) -> bool:
+        """True if the loss is `batch_loss`."""
+        return type(self).batch_loss is not PolicyLoss.batch_loss
+
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        if "token_loss" in vars(cls) and "is_linear" not in vars(cls):
+        if vars(cls).keys() & {"token_loss", "batch_loss"} and "is_linear" not in vars(cls):
             cls.is_linear = False
 
     def token_loss(self, logp: Tensor, columns: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns the losses [M], and metrics [M]."""
+        raise NotImplementedError
+
+    def batch_loss(self, logp: Tensor, columns: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """The same for all tokens of a mini-batch together; a loss has one of the two. See `Recipe.batch_loss`. A loss
+        that is linear in the advantage gets every token of a sequence with an advantage, another one every token."""
         raise NotImplementedError
 
 
@@ -120,6 +130,14 @@ def find_loss(name: str) -> tuple[type[PolicyLoss], dict[str, Any]]:
 def log_ratio(logp: Tensor, old: Tensor) -> Tensor:
     """log(policy / old), bounded so that its exponential is finite."""
     return (logp - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def sequence_mean(values: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
+    """Returns the mean [M] of a value per token [M] over the token's sequence, with gradient. For `batch_loss`."""
+    sums, counts = values.new_zeros(2, int(columns["sequence"].max()) + 1).unbind()
+    sums = sums.index_add(0, columns["sequence"], values)
+    counts = counts.index_add(0, columns["sequence"], values.new_ones(()).expand_as(values))
+    return (sums / counts.clamp(min=1))[columns["sequence"]]
 
 
 def ratio_of(logp: Tensor, columns: Mapping[str, Tensor]) -> Tensor:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from agentjet.recipes.baselines import Grpo
-from agentjet.recipes.losses import PolicyLoss
+from agentjet.recipes.losses import PolicyLoss, sequence_mean
 from agentjet.recipes.policy_gradient import Comparison, FloatArray, Outputs, OwnLoss, PolicyGradient, facts_of
 from agentjet.recipes.recipe import Need, Recipe
 from agentjet.timeline.batch import Facts, TrainingBatch
@@ -108,15 +108,14 @@ class OaplLoss(PolicyLoss):
     beta: float = Field(1e-3, gt=0)
     """Factor of the log-ratio: smaller moves the policy further from the sampling policy."""
 
-    reads: ClassVar[tuple[str, ...]] = ("sequence_log_ratio", "advantage", "sequence_tokens")
+    reads: ClassVar[tuple[str, ...]] = ("logprob", "advantage", "sequence", "sequence_tokens")
     reports: ClassVar[tuple[str, ...]] = ()
     aggregation: ClassVar[str] = "sequence_sum"
 
-    def token_loss(self, logp: Tensor, columns: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    def batch_loss(self, logp: Tensor, columns: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         tokens = columns["sequence_tokens"]
-        gap = self.beta * tokens * columns["sequence_log_ratio"] - columns["advantage"]
-        # The second term is 0. Its gradient, summed over the tokens, is that of the squared gap.
-        return gap**2 / tokens + 2 * self.beta * gap * (logp - logp.detach()), {}
+        gap = self.beta * tokens * sequence_mean(logp - columns["logprob"], columns) - columns["advantage"]
+        return gap**2 / tokens, {}
 
 
 class Oapl(PolicyGradient):
@@ -159,16 +158,15 @@ class DirectAdvantageLoss(PolicyLoss):
     max_log_ratio: float = Field(10.0, gt=0)
     """Largest log-ratio of a turn, in both directions, to which the policy is moved."""
 
-    reads: ClassVar[tuple[str, ...]] = ("sequence_log_ratio", "advantage", "turn_tokens")
+    reads: ClassVar[tuple[str, ...]] = ("logprob", "advantage", "sequence", "turn_tokens")
     reports: ClassVar[tuple[str, ...]] = ()
     aggregation: ClassVar[str] = "sequence_sum"
 
-    def token_loss(self, logp: Tensor, columns: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    def batch_loss(self, logp: Tensor, columns: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         tokens = columns["turn_tokens"]
         wanted = (columns["advantage"] / self.beta).clamp(-self.max_log_ratio, self.max_log_ratio)
-        gap = tokens * columns["sequence_log_ratio"] - wanted
-        # The second term is 0. Its gradient, summed over the tokens, is that of half the squared gap.
-        return gap**2 / (2 * tokens) + gap * (logp - logp.detach()), {}
+        gap = tokens * sequence_mean(logp - columns["logprob"], columns) - wanted
+        return gap**2 / (2 * tokens), {}
 
 
 class DirectAdvantage(PolicyGradient):

@@ -43,7 +43,9 @@ OwnLoss = Annotated[SerializeAsAny[PolicyLoss], Field(description="The policy lo
 EPS = 1e-6
 """Limits advantages at tiny standard deviations. verl uses the same value."""
 MISMATCH = "policy/mismatch_kl"
-LEARNED_COLUMNS = frozenset({"advantage", "logprob", "reference", "sequence_log_ratio", "temperature", "version"})
+LEARNED_COLUMNS = frozenset(
+    {"advantage", "call", "logprob", "new_entropy", "reference", "sequence", "temperature", "version"}
+)
 """Columns that every policy loss may read."""
 
 
@@ -244,18 +246,32 @@ class PolicyGradient(Recipe):
         return token_weights(name, forest["sequence"], forest.num_sequences, self.constant)
 
     def contributing(self, forest: Forest) -> NDArray[np.bool_]:
-        """Without a KL term, a token with advantage 0 adds nothing to a loss that is linear in the advantage. A loss
-        over sequence ratios needs every token of a sequence that has any advantage.
+        """Without another term, a token with advantage 0 adds nothing to a loss that is linear in the advantage. A loss
+        over sequences needs every token of a sequence that has any advantage.
         """
-        if "reference" in self.reads or not self.loss.is_linear:
+        if {"reference", "new_entropy"} & {*self.reads} or not self.loss.is_linear:
             return np.full(forest.num_targets, True)
         contributes: NDArray[np.bool_] = forest["advantage"] != 0
-        if "sequence_log_ratio" in self.reads:
+        if self.loss.takes_batch:
             contributes = np.isin(forest["sequence"], forest["sequence"][contributes])
         return contributes
 
+    @property
+    def takes_batch(self) -> bool:
+        return self.loss.takes_batch
+
     def token_loss(self, logp: Tensor, columns: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         loss, metrics = self.loss.token_loss(logp, columns)
+        return self.with_terms(loss, metrics, logp, columns)
+
+    def batch_loss(self, logp: Tensor, columns: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        loss, metrics = self.loss.batch_loss(logp, columns)
+        return self.with_terms(loss, metrics, logp, columns)
+
+    def with_terms(
+        self, loss: Tensor, metrics: dict[str, Tensor], logp: Tensor, columns: Mapping[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Returns the losses [M] with the further terms of the recipe, such as a KL penalty, and their metrics [M]."""
         if self.kl_coef and self.kl_in == "loss":
             metrics["policy/kl"] = kl = self.kl(logp, columns["reference"])
             loss = loss + self.kl_coef * kl

@@ -10,6 +10,7 @@ The gateway and the learner call the hooks:
 | `columns` | learner, once a batch | the forest with one number per token and column |
 | `weights`, `contributing` | learner, once a mini-batch | the share of each token in the loss |
 | `token_loss` | learner, for each micro-batch | the loss of each token |
+| `batch_loss` | learner, once a mini-batch, instead of `token_loss` | the same, from all its tokens together |
 | `next_state` | learner, after the last step of a batch | the numbers that `columns` of the next batch gets |
 
 The gateway calls those of a plug-in in a thread: `rollout` and `accept` one at a time, `reward_advantages` perhaps at
@@ -154,11 +155,11 @@ class Recipe(Component):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Columns that `token_loss` reads. The learner computes `reference` and `sequence_log_ratio` if missing.
+        """Columns that the loss reads. The learner computes these:
 
-        `reference` [M]: log-probabilities of the weights of version 0. `sequence_log_ratio` [M]: mean of
-        logp - logprob over the token's sequence, without gradient. With value heads, it also gets their present values
-        [M] with gradient, as `new_` and the name of the head.
+        * `reference` [M], if it is missing: log-probabilities of the weights of version 0.
+        * `new_entropy` [M]: entropies of the present distributions, with gradient.
+        * With value heads, also their present values [M] with gradient, as `new_` and the name of the head.
         """
         return ("logprob",)
 
@@ -221,5 +222,21 @@ class Recipe(Component):
         """Returns the losses [M] of tokens, with gradient, and metrics [M] whose means are reported.
 
         `logp` [M] are their log-probabilities, with gradient.
+        """
+        raise NotImplementedError
+
+    @property
+    def takes_batch(self) -> bool:
+        """True if the loss is `batch_loss`."""
+        return type(self).batch_loss is not Recipe.batch_loss
+
+    def batch_loss(self, logp: Tensor, columns: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Returns the losses [M] of all tokens of a mini-batch, or its whole loss as one number, and metrics [M].
+
+        For losses that compare tokens with each other: the ratio of a sequence, pairs, quantiles. A recipe that has it
+        has no `token_loss`. Columns of whole numbers, such as `sequence` and `call`, are int64. Any differentiable
+        function of `logp` and of the columns with gradient is exact, for any micro-batches and ranks: the learner
+        takes its derivative by these numbers, and then their gradients with this derivative as weights. For that it
+        computes them twice, unless the mini-batch is one micro-batch.
         """
         raise NotImplementedError
