@@ -130,6 +130,16 @@ def row_logprobs(policy: Policy, row: Row, weights: Weights | None = None) -> Te
     return _of_completion(logits, row)
 
 
+def row_entropies(policy: Policy, row: Row) -> Tensor:
+    """Entropies of the distributions of a call's completion, over the whole vocabulary."""
+    ids = torch.from_numpy(row.tokens.astype(np.int64))
+    with policy.attention("eager"):
+        logits = _logits(policy, ids[None], None)[0]
+    first = len(row.tokens) - len(row["logprob"])
+    logps = (logits[first - 1 : -1] / float(np.float32(row["temperature"]))).log_softmax(-1)
+    return -(logps.exp() * logps).sum(-1)
+
+
 def batch_logprobs(policy: Policy, rows: Sequence[Row], weights: Weights | None = None) -> list[Tensor]:
     """Returns the same for all calls as one batch, padded on the right, by the attention of a loaded model."""
     ids = torch.zeros(len(rows), max(len(row.tokens) for row in rows), dtype=torch.long)

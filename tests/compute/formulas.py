@@ -33,6 +33,14 @@ def gspo(logp: Tensor, columns: Columns, chosen: Any) -> Tensor:
     return -torch.minimum(advantage * ratio, advantage * ratio.clamp(1 - chosen.clip_low, 1 + chosen.clip_high))
 
 
+def gmpo(logp: Tensor, columns: Columns, chosen: Any) -> Tensor:
+    """-A times the geometric mean of the ratios of the sequence, whose logarithms end at the bound."""
+    advantage, ratio = columns["advantage"], logp - columns["logprob"]
+    bounded = torch.where(advantage > 0, ratio.clamp(max=chosen.clip), ratio.clamp(min=-chosen.clip))
+    mean = of_sequence(bounded, columns) / of_sequence(torch.ones_like(ratio), columns)
+    return -advantage * mean.exp()
+
+
 def cispo(logp: Tensor, columns: Columns, chosen: Any) -> Tensor:
     """-sg(clip(r)) A log p."""
     weight = (logp.detach() - columns["logprob"]).exp().clamp(1 - chosen.clip_low, 1 + chosen.clip_high)
@@ -124,7 +132,9 @@ FORMULAS: Mapping[str, Formula] = {
     "direct_advantage": direct_advantage,
     "dro": dro,
     "etr": etr,
+    "gmpo": gmpo,
     "gspo": gspo,
+    "gspo_token": gspo,
     "hapo": hapo,
     "loop": loop,
     "oapl": oapl,

@@ -8,8 +8,9 @@ batches.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -20,15 +21,17 @@ from agentjet.compute.learner import PolicyLearner
 from agentjet.compute.policy import Policy
 from agentjet.compute.protocol import LossSpec
 from agentjet.config import JobConfig
+from agentjet.recipes.baselines import Grpo
+from agentjet.recipes.losses import PolicyLoss
 from agentjet.recipes.policy_gradient import PolicyGradient
 from agentjet.recipes.recipe import Recipe
 from agentjet.recipes.registry import built_in, find, make_recipe
 from agentjet.timeline.batch import Facts, TrainingBatch
 from agentjet.timeline.forest import Forest, Row, build_forest, call_row
 from tests.compute.architectures import make_architecture
-from tests.compute.baseline import Double, Weights, another_reference, episodes, relative, row_logprobs
+from tests.compute.baseline import Double, Weights, another_reference, episodes, relative, row_entropies, row_logprobs
 from tests.compute.conftest import make_policy, tokens
-from tests.compute.formulas import FORMULAS
+from tests.compute.formulas import FORMULAS, of_sequence
 from tests.recipes.batches import make_batch
 
 EPISODES, ROLES = 6, 2
@@ -37,7 +40,9 @@ PLAIN = {
     for name in built_in()
     if issubclass(find(name), PolicyGradient)
     and isinstance(recipe := make_recipe(name), PolicyGradient)
-    and type(recipe).with_terms is PolicyGradient.with_terms
+    and "reference" not in recipe.reads
+    and "new_entropy" not in recipe.reads
+    and not recipe.value_heads
 }
 """The loss of each recipe that adds nothing to it."""
 LOSSES = {loss: loss if PLAIN.get(loss) == loss else name for name, loss in reversed(PLAIN.items())}
@@ -46,12 +51,13 @@ LOSSES = {loss: loss if PLAIN.get(loss) == loss else name for name, loss in reve
 
 @dataclass(frozen=True)
 class Case:
-    """A policy and a batch with facts; log-probabilities [M], with gradient, and those of the reference."""
+    """A policy and a batch with facts; log-probabilities and entropies [M], with gradient; those of the reference."""
 
     policy: Policy
     batch: TrainingBatch
     reference: Weights
     logp: Tensor
+    entropy: Tensor
     of_reference: Tensor
 
 
@@ -67,7 +73,8 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
         with torch.no_grad():
             of_reference = torch.cat([row_logprobs(policy, row, reference) for row in rows])
         logp = torch.cat([row_logprobs(policy, row) for row in rows])
-        yield Case(policy, TrainingBatch(0, forest, facts_of()), reference, logp, of_reference)
+        entropy = torch.cat([row_entropies(policy, row) for row in rows])
+        yield Case(policy, TrainingBatch(0, forest, facts_of()), reference, logp, entropy, of_reference)
 
 
 def facts_of() -> Facts:
@@ -119,6 +126,8 @@ def baseline_gradient(case: Case, recipe: PolicyGradient, forest: Forest) -> Ten
     if recipe.kl_coef:
         gap = columns.get("reference", case.of_reference[kept]) - logp  # As a column it is rounded to float32.
         losses = losses + recipe.kl_coef * (gap.exp() - gap - 1)
+    if recipe.entropy_coef:
+        losses = losses - recipe.entropy_coef * case.entropy[kept]
     total = (losses * weights(recipe.loss.aggregation, sequence)).sum()
     return flat(torch.autograd.grad(total, list(case.policy.trainable().values()), retain_graph=True))
 
@@ -151,6 +160,34 @@ def test_gradients(case: Case, loss: str, kl: float) -> None:
         _, cut, _ = learner_gradient(case.policy, case.batch, recipe, case.reference, 50)
         assert float(truth.norm()) > 0 and truth.dtype == torch.float64
         assert max(relative(ours, truth), relative(cut, truth)) <= 1e-9
+
+
+class Sums(PolicyLoss):
+    """Any function of all tokens: the sum of the squared sums of sequences, and the entropy of the batch squared."""
+
+    name: str = "sums"
+    reads: ClassVar[tuple[str, ...]] = ("logprob", "advantage", "sequence", "new_entropy")
+    reports: ClassVar[tuple[str, ...]] = ()
+
+    def batch_loss(self, logp: Tensor, columns: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        ratio = of_sequence(logp - columns["logprob"], columns)
+        return ratio.square() * columns["advantage"] + columns["new_entropy"].mean().square(), {}
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [50, 100_000])
+@pytest.mark.parametrize("parameters", [{"entropy_coef": 0.3}, {"loss": "gspo", "entropy_coef": -0.3}, {}], ids=str)
+def test_entropies_have_a_gradient(case: Case, parameters: dict[str, Any], micro_batch_tokens: int) -> None:
+    recipe = Grpo(**parameters) if parameters else Grpo(loss=Sums())
+    with Double():
+        forest, ours, _ = learner_gradient(case.policy, case.batch, recipe, case.reference, micro_batch_tokens)
+        if parameters:
+            truth = baseline_gradient(case, recipe, forest)
+        else:
+            columns = {name: torch.from_numpy(forest[name]).double() for name in ("logprob", "advantage")}
+            columns |= {"sequence": torch.from_numpy(forest["sequence"].astype(np.int64)), "new_entropy": case.entropy}
+            loss = (Sums().batch_loss(case.logp, columns)[0] * weights("token_mean", columns["sequence"])).sum()
+            truth = flat(torch.autograd.grad(loss, list(case.policy.trainable().values()), retain_graph=True))
+        assert relative(ours, truth) <= 1e-9
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,8 @@ SCALED = {"rft", "mars", "reinforce", "direct_advantage", "dense_turn_credit", "
 
 AS_GRPO = (
     "grpo",
-    *("cispo", "gspo", "sapo", "etr", "adaptive_kl", "awr", "dr_mas"),
+    *("cispo", "gspo", "gspo_token", "gmpo", "sapo", "etr", "adaptive_kl", "awr", "dr_mas"),
+    *("adaptive_entropy", "entropy_bonus"),
     *("scaling_inter", "task_temperature", "pass_rate", "staged"),
 )
 """Recipes with the advantages of GRPO: they differ in the loss, the roles or the sampling."""

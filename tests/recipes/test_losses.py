@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from agentjet.recipes.clipping import CispoLoss, GspoLoss, HapoLoss, relative, standardised
+from agentjet.recipes.clipping import CispoLoss, GmpoLoss, GspoLoss, GspoTokenLoss, HapoLoss, relative, standardised
 from agentjet.recipes.losses import (
     CLIP_FRACTION,
     KL_ESTIMATES,
     Clip,
+    PolicyLoss,
     corrected,
     importance_ratio,
     kl_k3,
@@ -68,6 +70,57 @@ def test_gspo_uses_the_sequences_mean_ratio() -> None:
     assert negative.tolist() == pytest.approx([1.105171] * 3) and not metrics[CLIP_FRACTION].any()
     negative.sum().backward()
     assert logp.grad.tolist() == pytest.approx([1.105171] * 3)
+
+
+@pytest.mark.parametrize(
+    ("loss", "advantages", "losses", "gradient"),
+    [
+        # log-ratios 0.1, 0.6, -0.5 in one sequence; the second and the third are beyond the bound of 0.4
+        (GmpoLoss(), [1, 1, 1], [-1, -1, -1], [-1, 0, -1]),  # 0.1 + 0.4 - 0.5 = 0
+        (GmpoLoss(), [-1, -1, -1], [1.105171] * 3, [1.105171, 1.105171, 0]),  # 0.1 + 0.6 - 0.4 = 0.3
+        (GmpoLoss(clip=9), [1, 1, 1], [-1.068939] * 3, [-1.068939] * 3),  # 0.2 / 3
+        # the ratio of the sequence, exp(0.2 / 3), is above the upper bound
+        (GspoTokenLoss(), [-1, -2, -4], [1.068939, 2.137878, 4.275756], [1.068939, 2.137878, 4.275756]),
+        (GspoLoss(), [-1, -2, -4], [1.068939, 2.137878, 4.275756], [2.494191] * 3),  # the mean of these
+        (GspoTokenLoss(), [1, -1, 0], [-1.0004, 1.068939, 0], [0, 1.068939, 0]),
+        (GspoTokenLoss(clip_high=0.1), [1, 1, 1], [-1.068939] * 3, [-1.068939] * 3),
+    ],
+)
+def test_losses_of_sequences(
+    loss: PolicyLoss, advantages: list[float], losses: list[float], gradient: list[float]
+) -> None:
+    logp = torch.tensor([-0.9, -0.4, -1.5], dtype=torch.float64, requires_grad=True)
+    columns = {"logprob": torch.full((3,), -1.0), "sequence": torch.zeros(3, dtype=torch.int64)}
+    found, _ = loss.batch_loss(logp, columns | {"advantage": torch.tensor(advantages, dtype=torch.float64)})
+    found.sum().backward()
+    assert found.tolist() == pytest.approx(losses, abs=1e-6)
+    assert logp.grad.tolist() == pytest.approx(gradient, abs=1e-6)
+
+
+def test_an_entropy_bonus_is_a_term_of_any_loss() -> None:
+    columns = {"logprob": torch.tensor([-1.0]), "advantage": torch.tensor([2.0])}
+    entropy = torch.tensor([0.5], requires_grad=True)
+    for loss, plain in (("clip", -2.0), ("rft", 2.0)):
+        recipe = recipe_of("rloo", loss=loss, entropy_coef=0.1)
+        found, metrics = recipe.token_loss(torch.tensor([-1.0]), columns | {"new_entropy": entropy})
+        assert float(found.detach()) == pytest.approx(plain - 0.05) and "policy/present_entropy" in metrics
+        assert "new_entropy" in recipe.reads and "new_entropy" not in recipe_of("rloo").reads
+    batch = make_batch([[1, 1]])
+    assert recipe.contributing(recipe.columns(batch, {})[0]).all(), "a token without advantage has an entropy"
+    assert not recipe_of("rloo").contributing(recipe_of("rloo").columns(batch, {})[0]).any()
+
+
+def test_the_adaptive_bonus_acts_below_its_target() -> None:
+    recipe = recipe_of("adaptive_entropy", target=0.5, step=0.01, entropy_coef=0.02, max_coef=0.025)
+    batch = make_batch([[1, 0]])
+    states = []
+    for logprob in (-0.4, -0.4, -0.6, -0.6, -0.6, -0.6):
+        forest = batch.forest.with_columns(logprob=np.full(batch.forest.num_targets, logprob))
+        made, metrics = recipe.columns(replace(batch, forest=forest, state=states[-1] if states else {}), {})
+        now = (states[-1] if states else {"entropy_coef": 0.02})["entropy_coef"]
+        assert made["entropy_coef"].tolist() == pytest.approx([now if logprob > -0.5 else 0.0] * made.num_targets)
+        states.append(dict(recipe.next_state({}, metrics)))
+    assert [state["entropy_coef"] for state in states] == pytest.approx([0.025, 0.025, 0.015, 0.005, 0.0, 0.0])
 
 
 def test_cispo_keeps_a_gradient_outside_the_clip() -> None:

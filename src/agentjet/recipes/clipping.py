@@ -3,10 +3,12 @@
 | bound | recipes |
 |---|---|
 | of the ratio of a token | `dapo`, wider above; `loop`, equal for r and 1 / r; `cispo`, as a weight; `sapo`, smooth |
-| of the ratio of a sequence | `gspo` |
+| of the ratio of a sequence | `gspo`; `gspo_token`, with advantages of tokens |
+| of the ratios in the mean of a sequence | `gmpo` |
 | by the advantage of the token and the variance of the group | `etr` |
 | by the entropy of the token | `hapo`; `aepo` keeps the gradient above the upper bound |
 | a penalty that follows a target | `adaptive_kl` |
+| a bonus for entropy | `entropy_bonus`; `adaptive_entropy`, below a target |
 
 A loss is a subclass of `PolicyLoss`, and its recipe has it as the default of `loss`. r is policy / sampling policy, A
 the advantage, H the entropy. Shapes: M targets; `_ER` are episodes and roles.
@@ -22,7 +24,7 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from agentjet.recipes.baselines import Grpo, HapoTlga, Rloo
-from agentjet.recipes.losses import CLIP_FRACTION, Clip, PolicyLoss, ratio_of, sequence_mean, surrogate
+from agentjet.recipes.losses import CLIP_FRACTION, Clip, PolicyLoss, log_ratio, ratio_of, sequence_mean, surrogate
 from agentjet.recipes.policy_gradient import FloatArray, Outputs, OwnLoss, lengths, penalised
 from agentjet.recipes.recipe import Need
 from agentjet.section import Int64
@@ -37,6 +39,7 @@ LOWEST_ENTROPY = -5.0
 FLOOR = 1e-6
 """Smallest entropy whose logarithm is taken."""
 COEFFICIENT, SEQUENCES = "policy/kl_coef", "policy/kl_sequences"
+ENTROPY_COEFFICIENT, ACTS = "policy/entropy_coef", "policy/entropy_bonus_acts"
 
 
 class Dapo(Grpo):
@@ -108,6 +111,69 @@ class Gspo(Grpo):
     loss: OwnLoss = GspoLoss()
     mini_batches: Int64 = Field(4, ge=1)
     """Optimiser steps in each pass."""
+
+
+class GspoTokenLoss(GspoLoss):
+    """The same values, but a token's gradient has its own advantage instead of the mean over its sequence."""
+
+    name: str = "gspo_token"
+
+    is_linear: ClassVar[bool] = True
+
+    def batch_loss(self, logp: Tensor, columns: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        # `logp - logp.detach()` is 0. It gives the ratio of the sequence the gradient of each of its tokens.
+        mean = sequence_mean(logp.detach() - columns["logprob"], columns)
+        ratio = (mean + logp - logp.detach()).clamp(max=10.0).exp()
+        return surrogate(ratio, columns["advantage"], 1 - self.clip_low, 1 + self.clip_high)
+
+
+class GspoToken(Gspo):
+    """GSPO-token: the ratio and the clip of GSPO, with an advantage for each token.
+
+        s_t = stop_gradient(s_i) policy_t / stop_gradient(policy_t),  L = max(-A_t s_t, -A_t clip(s_t))
+
+    Source: arXiv 2507.18071, section 4.3. Confidence: reproduced. With equal advantages in a sequence it is GSPO.
+    Use: GSPO with advantages of tokens or turns, or with a correction of stale samples.
+    Cost: as GSPO.
+    """
+
+    name: str = "gspo_token"
+    loss: OwnLoss = GspoTokenLoss()
+
+
+class GmpoLoss(PolicyLoss):
+    """The geometric mean over a sequence of its clipped ratios."""
+
+    name: str = "gmpo"
+    clip: float = Field(0.4, ge=0)
+    """Bound of the log-ratio of a token, in the direction of its advantage."""
+
+    reads: ClassVar[tuple[str, ...]] = ("logprob", "advantage", "sequence")
+    aggregation: ClassVar[str] = "sequence_mean"
+    is_linear: ClassVar[bool] = True
+
+    def batch_loss(self, logp: Tensor, columns: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        advantage, ratio = columns["advantage"], log_ratio(logp, columns["logprob"])
+        clipped = ratio.minimum(ratio.new_tensor(self.clip)).where(
+            advantage > 0, ratio.maximum(ratio.new_tensor(-self.clip))
+        )
+        return -advantage * sequence_mean(clipped, columns).exp(), {
+            CLIP_FRACTION: (clipped != ratio) & (advantage != 0)
+        }
+
+
+class Gmpo(Grpo):
+    """GMPO: GRPO's advantage with the geometric mean of clipped ratios, which outliers of single tokens move less.
+
+        L_i = -A exp(mean over tokens of x),  x = min(log r, clip) if A > 0, else max(log r, -clip)
+
+    Source: arXiv 2507.20673, its listing. Confidence: inspired by: checked against the formula, not against code.
+    Use: several steps on one batch, with wider bounds than GRPO's.
+    Cost: as GSPO.
+    """
+
+    name: str = "gmpo"
+    loss: OwnLoss = GmpoLoss()
 
 
 class CispoLoss(PolicyLoss):
@@ -419,15 +485,61 @@ class AdaptiveKl(Grpo):
         forest = forest.with_columns(kl_coef=np.full(forest.num_targets, beta))
         return forest, {**metrics, COEFFICIENT: beta, SEQUENCES: float(forest.num_sequences)}
 
-    def with_terms(
-        self, loss: Tensor, metrics: dict[str, Tensor], logp: Tensor, columns: Mapping[str, Tensor]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        metrics["policy/kl"] = kl = self.kl(logp, columns["reference"])
-        return loss + columns["kl_coef"] * kl, metrics
-
     def next_state(self, state: Mapping[str, float], metrics: Mapping[str, float]) -> Mapping[str, float]:
         beta = metrics[COEFFICIENT]
         if "policy/kl" not in metrics:  # The batch has no token.
             return {"kl_coef": beta}
         error = min(max(metrics["policy/kl"] / self.target - 1, -0.2), 0.2)
         return {"kl_coef": beta * (1 + error * min(metrics[SEQUENCES] / self.horizon, 1.0))}
+
+
+class EntropyBonus(Grpo):
+    """GRPO with an entropy bonus: it keeps the policy from becoming certain too early.
+
+        L = L_grpo - entropy_coef H,  H: the entropy of each present distribution, with gradient
+
+    Source: arXiv 1602.01783, section 4, on tokens. Confidence: reproduced.
+    Use: runs whose `policy/entropy` falls towards 0 while the reward still rises. Other recipes have it, too.
+    Cost: every token is computed, and the head's distributions have a gradient.
+    """
+
+    name: str = "entropy_bonus"
+    entropy_coef: float = Field(0.003, gt=0)
+    """Weight of the entropy bonus."""
+
+
+class AdaptiveEntropy(Grpo):
+    """GRPO with an entropy bonus that acts below a target only, and whose weight adapts.
+
+        batch with entropy below target: the bonus acts, and its weight grows by `step`; else it falls by `step`
+
+    Source: arXiv 2505.22312 (Skywork-OR1), section on adaptive entropy control. Confidence: inspired by: `step` and the
+    bounds are ours.
+    Use: the same as `entropy_bonus`, if the weight is not known. The weight is state, which begins at `entropy_coef`.
+    Cost: as `entropy_bonus`.
+    """
+
+    name: str = "adaptive_entropy"
+    entropy_coef: float = Field(0.001, gt=0)
+    """Weight of the bonus in the first batch."""
+    target: float = Field(0.2, gt=0)
+    """Entropy per token, in nats, below which the bonus acts: that of `policy/entropy`."""
+    step: float = Field(0.001, gt=0)
+    """Change of the weight after a batch."""
+    max_coef: float = Field(0.05, gt=0)
+    """Largest weight."""
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return (*super().reads, "entropy_coef")
+
+    def columns(self, batch: TrainingBatch, outputs: Outputs) -> tuple[Forest, dict[str, float]]:
+        forest, metrics = super().columns(batch, outputs)
+        coef = batch.state.get("entropy_coef", self.entropy_coef)
+        acts = metrics.get("policy/entropy", np.inf) < self.target
+        forest = forest.with_columns(entropy_coef=np.full(forest.num_targets, coef if acts else 0.0))
+        return forest, {**metrics, ENTROPY_COEFFICIENT: coef, ACTS: float(acts)}
+
+    def next_state(self, state: Mapping[str, float], metrics: Mapping[str, float]) -> Mapping[str, float]:
+        change = self.step if metrics[ACTS] else -self.step
+        return {"entropy_coef": min(max(metrics[ENTROPY_COEFFICIENT] + change, 0.0), self.max_coef)}

@@ -43,6 +43,7 @@ OwnLoss = Annotated[SerializeAsAny[PolicyLoss], Field(description="The policy lo
 EPS = 1e-6
 """Limits advantages at tiny standard deviations. verl uses the same value."""
 MISMATCH = "policy/mismatch_kl"
+PRESENT_ENTROPY = "policy/present_entropy"
 LEARNED_COLUMNS = frozenset(
     {"advantage", "call", "logprob", "new_entropy", "reference", "sequence", "temperature", "version"}
 )
@@ -75,6 +76,9 @@ class PolicyGradient(Recipe):
     kl_estimator: Literal["auto", "k1", "k2", "k3"] = "auto"
     """Estimate of the KL divergence from the log-ratio x: `k1` is x, `k2` is x^2 / 2, `k3` is exp(-x) + x - 1. `auto`:
     `k3` in the loss, `k1` in the reward."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus: the entropy of each present distribution is subtracted from the token's loss. 0: no
+    bonus. Negative values lower the entropy."""
     correction: Literal["none", "tis", "icepop", "mis"] = "none"
     """Correction for tokens sampled by older weights. `tis`: truncated importance weights. `icepop`, `mis`: importance
     weights with outliers set to 0; `icepop` counts outliers in the denominators, `mis` does not."""
@@ -172,7 +176,8 @@ class PolicyGradient(Recipe):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        return (*self.loss.reads, "reference") if self.kl_coef and self.kl_in == "loss" else self.loss.reads
+        reference = ("reference",) if self.kl_coef and self.kl_in == "loss" else ()
+        return (*self.loss.reads, *reference, *(("new_entropy",) if self.entropy_coef else ()))
 
     @property
     def reports(self) -> tuple[str, ...]:
@@ -271,10 +276,16 @@ class PolicyGradient(Recipe):
     def with_terms(
         self, loss: Tensor, metrics: dict[str, Tensor], logp: Tensor, columns: Mapping[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Returns the losses [M] with the further terms of the recipe, such as a KL penalty, and their metrics [M]."""
+        """Returns the losses [M] with the further terms of the recipe, such as a KL penalty, and their metrics [M].
+
+        A column `kl_coef` or `entropy_coef` has the place of the parameter, for weights that are state.
+        """
         if self.kl_coef and self.kl_in == "loss":
             metrics["policy/kl"] = kl = self.kl(logp, columns["reference"])
-            loss = loss + self.kl_coef * kl
+            loss = loss + columns.get("kl_coef", self.kl_coef) * kl
+        if "new_entropy" in columns:
+            metrics[PRESENT_ENTROPY] = entropy = columns["new_entropy"]
+            loss = loss - columns.get("entropy_coef", self.entropy_coef) * entropy
         return loss, metrics
 
     # ---- checks --------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from agentjet.recipes.recipe import Component, Recipe
 
 CHAPTERS = {
     "baselines": "dr_grpo dr_mas grpo grpo_passk hapo_tlga opo reinforce reinforce_pp reinforce_pp_baseline rloo",
-    "clipping": "adaptive_kl aepo cispo dapo etr gspo hapo loop sapo",
+    "clipping": "adaptive_entropy adaptive_kl aepo cispo dapo entropy_bonus etr gmpo gspo gspo_token hapo loop sapo",
     "critic": "archer digirl ppo",
     "imitation": "digirl_curriculum distill rft sft",
     "offline": "awr direct_advantage dpo dro oapl",
