@@ -154,3 +154,38 @@ def test_a_plug_in_that_cannot_be_imported(module: str, tmp_path: Path, monkeypa
         (tmp_path / f"{module}.py").write_text(text)
     with pytest.raises(ValueError, match=sentence):
         registry.make_recipe(f"{module}:Chosen")
+
+
+TERMS: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
+    "a bonus": (lambda logp, columns: -logp - 0.1 * columns["entropy"], "adds 'entropy', which has no gradient"),
+    "a squared distance": (lambda logp, columns: -logp + (columns["value"] - 2) ** 2, "adds 'value', which has no"),
+    "a factor": (lambda logp, columns: -logp * columns["entropy"], ""),
+    "a factor of another number": (lambda logp, columns: -logp + (columns["new_value"] - columns["value"]) ** 2, ""),
+    "a bonus with gradient": (lambda logp, columns: -logp - 0.1 * columns["new_entropy"], ""),
+    "a detached factor": (lambda logp, columns: -logp * columns["entropy"].detach(), ""),
+}
+
+
+@pytest.mark.parametrize("hook", ["token_loss", "batch_loss"])
+@pytest.mark.parametrize("term", TERMS)
+def test_a_term_without_effect_is_refused(term: str, hook: str) -> None:
+    function, sentence = TERMS[term]
+    names = ("entropy", "value", "new_entropy", "new_value")
+    columns = {name: torch.ones(2, requires_grad=name.startswith("new_")) for name in names}
+    logp = torch.tensor([-1.0, -2.0], requires_grad=True)
+    recipe = broken(Recipe, **{hook: lambda self, logp, columns: (function(logp, columns), {})})
+    if sentence:
+        assert sentence in refusal(recipe, lambda recipe: hooks.loss(recipe, logp, columns))
+    else:
+        assert hooks.loss(recipe(), logp, columns)[0].shape == (2,)
+
+
+def test_numbers_of_a_whole_mini_batch() -> None:
+    logp = torch.tensor([-1.0, -3.0], requires_grad=True)
+    recipe = broken(Recipe, batch_loss=lambda self, logp, columns: (logp.mean(), {"a": logp.detach().max()}))
+    loss, metrics = hooks.loss(recipe(), logp, {})
+    assert (float(loss), metrics["a"].tolist()) == (-2.0, [-1.0, -1.0])
+    recipe = broken(Recipe, batch_loss=lambda self, logp, columns: (logp[:1], {}))
+    assert "instead of a tensor of 2 values" in refusal(recipe, lambda recipe: hooks.loss(recipe, logp, {}))
+    recipe = broken(Recipe, token_loss=lambda self, logp, columns: (logp.mean(), {}))
+    assert "instead of a tensor of 2 values" in refusal(recipe, lambda recipe: hooks.loss(recipe, logp, {}))

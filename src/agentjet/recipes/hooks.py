@@ -308,7 +308,44 @@ def loss(recipe: Recipe, logp: Tensor, columns: Mapping[str, Tensor]) -> tuple[T
             raise _wrong(recipe, hook, f"returned {what} as {_kind(values)} instead of a tensor of {len(logp)} values")
     if not loss.requires_grad:
         raise _wrong(recipe, hook, "returned losses without gradient: compute them from `logp`, without `detach`")
+    kinds = type(recipe), type(getattr(recipe, "loss", None))
+    if kinds not in _CHECKED and any(map(is_plug_in, kinds)):
+        _CHECKED.add(kinds)
+        _check_terms(recipe, hook, logp, columns)
     return loss, metrics
+
+
+_CHECKED: set[tuple[type, type]] = set()
+"""Classes of plug-ins and their losses whose terms were checked."""
+
+
+def _check_terms(recipe: Recipe, hook: str, logp: Tensor, columns: Mapping[str, Tensor]) -> None:
+    """Raises `RecipeError` for a term that changes nothing: a sum with numbers that have a twin with gradient.
+
+    A column without gradient has an effect as a factor: then the slope of the loss in it depends on something with
+    gradient. As a summand it has none.
+    """
+    from torch.autograd import grad
+
+    moving = [logp, *(values for name, values in columns.items() if name.startswith("new_") and values.requires_grad)]
+    twins = {name.removeprefix("new_") for name in columns if name.startswith("new_")} | {"entropy"}
+    for name in sorted(twins & columns.keys()):
+        leaf = columns[name].detach().clone().requires_grad_()
+        changed = {**columns, name: leaf}
+        found: Any = called(recipe, hook, lambda: getattr(recipe, hook)(logp, changed))  # noqa: B023  called at once
+        try:
+            [slope] = grad(found[0].sum(), [leaf], create_graph=True, allow_unused=True)
+            is_factor = slope is not None and slope.requires_grad
+            mixed = grad(slope.sum(), moving, allow_unused=True) if is_factor else ()
+        except RuntimeError:  # A function of the loss has no second derivative.
+            continue
+        if slope is not None and slope.any() and not any(one is not None and one.any() for one in mixed):
+            raise _wrong(
+                recipe,
+                hook,
+                f"adds {name!r}, which has no gradient, so this term changes nothing: put 'new_{name}' into `reads`, "
+                f"and use columns['new_{name}']",
+            )
 
 
 def _one_each(values: Any, logp: Tensor) -> Any:
