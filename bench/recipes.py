@@ -5,7 +5,8 @@ in the answers of two turns. Then the server is killed (SIGKILL, without a check
 learns every batch of each journal again.
 
 The last line is one JSON object: `recipes` is the number of recipes, `learned` the number of those whose reward rose by
-more than its 95% interval, `replay_equal` is true if each policy had the same bits after the replay.
+more than its 95% interval, `replay_equal` is true if each policy had the same bits after the replay. Without `--only`
+it also has the figures of `bench/whole_batch.py`; `--only` without a name has nothing else.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ from agentjet.client import AsyncEpisode
 from agentjet.errors import AgentJetError
 from agentjet.recipes import registry
 from agentjet.recipes.registry import make_recipe
-from bench.machine import grid, report
+from bench import whole_batch
+from bench.machine import bounded, grid, report
 from tests.tiny import make_model
 
 Row = dict[str, Any]  # Figures of a recipe
@@ -261,7 +263,8 @@ def main() -> int:
     names = sorted({*registry.built_in(), *registry.installed()}) if options.only is None else options.only
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(Path(folder) / "model")
-        rows = asyncio.run(in_runs(sorted(names, key=lambda name: name != "grpo"), options.steps, Path(folder), model))
+        names.sort(key=lambda name: name != "grpo")
+        rows = asyncio.run(in_runs(names, options.steps, Path(folder), model)) if names else {}
     failed = [name for name, row in rows.items() if not row["learned"]]
     verdict = {
         "recipes": len(rows),
@@ -270,7 +273,12 @@ def main() -> int:
         "replay_equal": all(row["equal"] for row in rows.values()),
     }
     columns = ("first", "last", "interval", "learned", "equal", "seconds", "failed")
-    report("recipes", {**verdict, "served": rows}, grid(rows, *columns), machine=False)
+    tables = [grid(rows, *columns)] if rows else []
+    if not options.only:
+        found, more = whole_batch.measured()
+        verdict |= found
+        tables += [*more, bounded(found, {}, whole_batch.MOST)]
+    report("recipes", {**verdict, "served": rows}, *tables, machine=False)
     return int(bool(failed) or not verdict["replay_equal"])
 
 
