@@ -38,7 +38,7 @@ def load(task_file: Path, processes: int = 16) -> Environment:
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """The whole run; returns what it wrote to `result.json`."""
-    options = before_after.options_of(__doc__, "mcp-tools", tasks.NUM_HELD_OUT, 16, arguments)
+    options = before_after.options_of(__doc__, "mcp-tools", tasks.NUM_HELD_OUT, 32, arguments)
     with load(tasks.write(options.out / "tasks.jsonl"), options.concurrency) as shop:
         return before_after.train(options, SETTINGS, shop.agent, shop.tasks, shop.held_out)
 
