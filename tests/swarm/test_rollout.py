@@ -154,6 +154,17 @@ def test_the_batch_has_the_mean_of_earlier_episodes(make_world: Make) -> None:
     assert (metrics["rollout/temperature"], metrics["rollout/max_turns"]) == (pytest.approx(0.7), 3)
 
 
+def test_the_hook_gets_the_metrics_of_the_newest_batch(make_world: Make) -> None:
+    world = make_world(batch_size=1, group_size=2, recipe=chosen(temperature=0.7))
+    world.play("a", 1, 0)
+    world.swarm.batches.learned(world.swarm.batches.compose(), {"policy/entropy": 0.25})
+    world.reopen()
+    world.begin("b")
+    assert [dict(task.last_step).get("policy/entropy") for task, _, _ in ASKED] == [None, 0.25]
+    stored = world.swarm.store.journal.task("", "t")
+    assert stored.num_groups == 1 and stored.last_step == {}, "the metrics are those of the run, not of the task"
+
+
 def test_evaluation_episodes_are_not_asked_about(make_world: Make) -> None:
     world = make_world(recipe=chosen(max_turns=1))
     episode = world.begin("", mode="eval", temperature=0.3)

@@ -7,8 +7,8 @@ holds for all its episodes, also after a restart.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
 from typing import Any
 
@@ -21,7 +21,7 @@ MAX_REASON = 200
 
 @dataclass(frozen=True, slots=True)
 class TaskStats:
-    """Statistics of the groups of a task that have ended, also of those that were dropped."""
+    """Statistics of the groups of a task that have ended, also of those that were dropped, and the state of the run."""
 
     task_set: str
     task_id: str
@@ -34,6 +34,9 @@ class TaskStats:
     """Rewards of the newest episodes, at most 32, the newest last."""
     recent_turns: tuple[int, ...] = ()
     """Calls of the same episodes."""
+    last_step: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of the run's newest learned batch, among them those of the recipe; empty before the first. They are not
+    stored with the task."""
 
     @property
     def mean_reward(self) -> float | None:

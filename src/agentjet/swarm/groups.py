@@ -141,7 +141,8 @@ class GroupRules:
         """
         job, task = self._store.job, self._store.journal.task(request.task_set, request.task_id)
         default = Rollout(job.group_size, job.temperature)
-        question = RolloutQuestion(job.recipe, task, default, self._store.policy_version)
+        known = replace(task, last_step=self._store.last_step)
+        question = RolloutQuestion(job.recipe, known, default, self._store.policy_version)
         if answered is not None and answered.question == question:
             rollout = answered.rollout
         elif self._defers_hooks():

@@ -507,7 +507,7 @@ class Journal:
 
     def put_task(self, task: TaskStats) -> None:
         """Store new statistics of a task, as the newest."""
-        row = (task.task_set, task.task_id, _TASK.dump_json(task).decode())
+        row = (task.task_set, task.task_id, _TASK.dump_json(task, exclude={"last_step"}).decode())
         self.file.db.execute("INSERT OR REPLACE INTO tasks (task_set, task_id, body) VALUES (?, ?, ?)", row)
 
     def forget_tasks(self) -> None:
