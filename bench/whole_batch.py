@@ -36,9 +36,9 @@ from tests.compute.baseline import Double, episodes, relative, row_entropies, ro
 from tests.compute.conftest import make_policy
 
 MOST = {"batch_loss_cost": 1.1, "batch_loss_memory": 1.1, "batch_loss_grad_err": 1e-9, "entropy_grad_err": 1e-6}
-ROUNDS = 7
-GROUPS, MEMBERS, PROMPT, ANSWER = 6, 4, 64, 96
-WHOLE, PIECES = 100_000, 600
+ROUNDS = 4
+GROUPS, MEMBERS, PROMPT, ANSWER = 3, 4, 64, 64
+WHOLE, PIECES = 100_000, 300
 
 
 class WholeClip(Clip):
