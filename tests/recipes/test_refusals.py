@@ -39,6 +39,8 @@ def test_recipes_that_compare_no_episodes(name: str) -> None:
         ("digirl_curriculum", "compares the reward with those of earlier episodes"),
         ("single_stream", "compares the reward with those of earlier episodes"),
         ("craft_gui", "learns from metrics instead of the reward"),
+        ("gdpo", "compares metrics besides the reward"),
+        ("rae", "compares the reward with those of earlier episodes"),
         ("adaptive_kl", "adapts the weight of the penalty in the loss"),
     ],
 )
@@ -58,7 +60,7 @@ def test_a_dual_clip_that_takes_the_gradient_of_failures(loss: str) -> None:
 def test_groups_with_equal_rewards_that_teach_are_not_dropped() -> None:
     with pytest.raises(ValueError, match="the recipe 'rft' does not compare the episodes of a group"):
         make_recipe({"name": "rft", "drop_zero_variance": True})
-    for name in ("gigpo", "craft_gui", "hc_grpo"):
+    for name in ("gigpo", "craft_gui", "hc_grpo", "gdpo", "alp"):
         with pytest.raises(ValueError, match=f"'{name}' does not learn from the reward alone, so groups with equal"):
             make_recipe({"name": name, "drop_zero_variance": True})
     with pytest.raises(

@@ -494,7 +494,7 @@ class AdaptiveKl(Grpo):
 
 
 class EntropyBonus(Grpo):
-    """GRPO with an entropy bonus: it keeps the policy from becoming certain too early.
+    """Entropy bonus: GRPO that keeps the policy from becoming certain too early.
 
         L = L_grpo - entropy_coef H,  H: the entropy of each present distribution, with gradient
 
@@ -509,7 +509,7 @@ class EntropyBonus(Grpo):
 
 
 class AdaptiveEntropy(Grpo):
-    """GRPO with an entropy bonus that acts below a target only, and whose weight adapts.
+    """Adaptive entropy: GRPO with an entropy bonus that acts below a target only, and whose weight adapts.
 
         batch with entropy below target: the bonus acts, and its weight grows by `step`; else it falls by `step`
 

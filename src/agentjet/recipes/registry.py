@@ -18,12 +18,13 @@ from agentjet.recipes import hooks
 from agentjet.recipes.recipe import Component, Recipe
 
 CHAPTERS = {
-    "baselines": "dr_grpo dr_mas grpo grpo_passk hapo_tlga opo reinforce reinforce_pp reinforce_pp_baseline rloo",
+    "baselines": "dr_grpo dr_mas grpo grpo_passk hapo_tlga max_rl opo pkpo rae reinforce reinforce_pp "
+    "reinforce_pp_baseline rloo",
     "clipping": "adaptive_entropy adaptive_kl aepo cispo dapo entropy_bonus etr gmpo gspo gspo_token hapo loop sapo",
     "critic": "archer digirl ppo",
     "imitation": "digirl_curriculum distill rft sft",
     "offline": "awr direct_advantage dpo dro oapl",
-    "rewards": "craft_gui duration_aware hc_grpo rapo single_stream",
+    "rewards": "alp craft_gui duration_aware gdpo hc_grpo rapo single_stream",
     "sampling": "dart pass_rate rapo_pruning scaling_inter staged task_temperature",
     "turns": "dense_turn_credit gigpo mars stepwise_grpo stratified_grpo",
 }
