@@ -37,7 +37,7 @@ SCALED = {
 AS_GRPO = (
     "grpo",
     *("cispo", "gspo", "gspo_token", "gmpo", "sapo", "etr", "adaptive_kl", "awr", "dr_mas"),
-    *("adaptive_entropy", "entropy_bonus"),
+    *("adaptive_entropy", "entropy_bonus", "dppo", "clip_cov", "kl_cov", "top_entropy"),
     *("scaling_inter", "task_temperature", "pass_rate", "staged"),
 )
 """Recipes with the advantages of GRPO: they differ in the loss, the roles or the sampling."""
@@ -187,6 +187,9 @@ STATES = [[1, 50], [1, 50, 100, 51], [1, 50, 100, 51, 100, 52], [1, 50], [1, 50,
         ),
         ("aepo", {"groups": [[1, 0]], "calls": [[1], [1]], "entropies": [0.5, 0.1]}, {}, [0.807106, -0.607107]),
         ("hapo", {"groups": [[1, 0]], "calls": [[2], [6]]}, {}, [1.732047, -0.577349]),
+        # the 0.6-quantile of the entropies is 0.3 + 0.4 x 0.5
+        ("top_entropy", {"groups": [[1, 0]], "calls": [[1] * 3, [1] * 2], "entropies": [0.1, 0.9, 0.3, 0.2, 0.8]},
+         {"keep": 0.4}, [0, 0.707106, 0, 0, -0.707106]),
         # three turns of 1, seven of 0
         ("stepwise_grpo", {"groups": [[1, 0]], "calls": [[1] * 3, [1] * 7]}, {"keep": 1},
          [*[1.449135] * 3, *[-0.621058] * 7]),
@@ -306,7 +309,7 @@ def test_better_rewards_have_larger_advantages(name: str, tenths: list[int], shi
     assert np.all(np.subtract.outer(advantages_G, advantages_G)[better] > 0)
 
 
-def token_loss(name: str, ratio: float, advantage: float, **parameters: float) -> tuple[float, float]:
+def token_loss(name: str, ratio: float, advantage: float, **parameters: Any) -> tuple[float, float]:
     """Loss and gradient at logp = -0.4."""
     logp = torch.tensor([-0.4], dtype=torch.float64, requires_grad=True)
     columns = {"logprob": logp.detach() - math.log(ratio), "advantage": torch.tensor([advantage])}
@@ -339,10 +342,21 @@ def token_loss(name: str, ratio: float, advantage: float, **parameters: float) -
         ("aepo", 1.1, 1.0, {}, -1.1, -1.1),
         ("aepo", 0.5, -1.0, {}, 0.8, 0.0),
         ("aepo", 5.0, -1.0, {}, 3.0, 0.0),
+        # p = 0.670320. q = 0.558600 differs by 0.11, and q = 0.335160 by 0.34
+        ("dppo", 1.2, 0.5, {}, 0.24, -0.6),
+        ("dppo", 2.0, 0.5, {}, 0.0, 0.0),
+        ("dppo", 2.0, -0.5, {}, -0.4, 1.0),  # it moves back
+        ("dppo", 2.0, -0.5, {"max_ratio": 1.5}, -0.3, 0.75),
+        ("dppo", 0.75, -0.5, {}, 0.0, 0.0),  # q = 0.893760, p fell by 0.22
+        ("dppo", 0.75, -0.5, {"clip_low": 0.3}, -0.15, 0.375),
+        # q log(q / p) + (1 - q) log((1 - q) / (1 - p)) = -0.101845 + 0.128813 = 0.026968
+        ("dppo", 1.2, 1.0, {"divergence": "kl", "clip_high": 0.027}, 0.48, -1.2),
+        ("dppo", 1.2, 1.0, {"divergence": "kl", "clip_high": 0.0269}, 0.0, 0.0),
+        ("dppo", 1.2, -1.0, {"divergence": "kl", "clip_low": 0.0}, -0.48, 1.2),
     ],
 )
 def test_losses_by_hand(
-    name: str, ratio: float, advantage: float, parameters: dict[str, float], loss: float, gradient: float
+    name: str, ratio: float, advantage: float, parameters: dict[str, Any], loss: float, gradient: float
 ) -> None:
     assert token_loss(name, ratio, advantage, **parameters) == pytest.approx((loss, gradient), abs=1e-6)
 
@@ -439,7 +453,7 @@ def test_a_loss_says_itself_that_it_is_linear() -> None:
 
     assert Narrow.is_linear and not Squared.is_linear and not PolicyLoss.is_linear
     linear = {name for name in ESTIMATORS if recipe_of(name).loss.is_linear}
-    assert {*ESTIMATORS} - linear == {"awr", "dro", "oapl", "direct_advantage"}
+    assert {*ESTIMATORS} - linear == {"awr", "dro", "oapl", "direct_advantage", "clip_cov", "kl_cov"}
 
 
 def test_unknown_names_and_parameters_are_refused_with_the_nearest() -> None:

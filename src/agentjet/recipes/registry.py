@@ -20,7 +20,8 @@ from agentjet.recipes.recipe import Component, Recipe
 CHAPTERS = {
     "baselines": "dr_grpo dr_mas grpo grpo_passk hapo_tlga max_rl opo pkpo rae reinforce reinforce_pp "
     "reinforce_pp_baseline rloo",
-    "clipping": "adaptive_entropy adaptive_kl aepo cispo dapo entropy_bonus etr gmpo gspo gspo_token hapo loop sapo",
+    "clipping": "adaptive_entropy adaptive_kl aepo cispo clip_cov dapo dppo entropy_bonus etr gmpo gspo gspo_token "
+    "hapo kl_cov loop sapo top_entropy",
     "critic": "archer digirl ppo",
     "imitation": "digirl_curriculum distill rft sft",
     "offline": "awr direct_advantage dpo dro oapl",
