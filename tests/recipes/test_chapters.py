@@ -26,7 +26,7 @@ from tests.recipes.batches import advantages, make_batch, recipe_of
 NAMES = registry.built_in()
 ESTIMATORS = [name for name in NAMES if issubclass(registry.find(name), PolicyGradient)]
 """Recipes with an advantage. The others have tests in files of their names."""
-CRITICS = {"archer", "digirl", "distill", "ppo"}
+CRITICS = {"archer", "digirl", "distill", "ppo", "vapo"}
 """Recipes whose advantages need columns that the learner computes: `test_values` has their numbers."""
 SCALED = {
     *("rft", "mars", "reinforce", "max_rl", "direct_advantage", "dense_turn_credit", "digirl_curriculum"),
@@ -206,6 +206,14 @@ STATES = [[1, 50], [1, 50, 100, 51], [1, 50, 100, 51, 100, 52], [1, 50], [1, 50,
         # s0 s1 s2 with 1 at the end; s0 s1; s0 s3
         ("gigpo", {"groups": [[1, 0, 0]], "calls": [[1, 1, 1], [1, 1], [1, 1]], "prompts": STATES}, {},
          [1.268333, 1.141667, 0.666667, -0.634167, -0.808333, -0.634167, -0.333333]),
+        # s0 s1 s2 success: 2, 1 and 0 calls are left after them, and 4 on other ways: 0.1 1 10, 0.1 0.001, 0.001 0.001
+        ("graph_gpo", {"groups": [[1, 0, 0]], "calls": [[1, 1, 1], [1, 1], [1, 1]], "prompts": STATES}, {},
+         [1.732039, 1.861805, 1.154699, -0.000009, -1.284455, -1.732029, -0.577349]),
+        # s0 s1 success, so s2 is a detour: 1, 1 and 0 calls are left; 1 and 0; 3 and 3: 5 5 10, 5 10 and 1.25 1.25
+        ("graph_gpo", {"groups": [[1, 1, 0]], "calls": [[1, 1, 1], [1, 1], [1, 1]], "prompts": STATES},
+         {"omega": 0.5}, [1.154699, -0.129757, 0.577349, 1.154699, 1.284456, -2.309399, -1.154699]),
+        ("graph_gpo", {"groups": [[0, 0.4, 0]], "calls": [[1, 1, 1], [1, 1], [1, 1]], "prompts": STATES}, {},
+         [*[-0.577348] * 3, *[1.154696] * 2, *[-0.577348] * 2]),  # without a success
         # with deviations
         ("gigpo", {"groups": [[1, 0, 0]], "calls": [[1, 1, 1], [1, 1], [1, 1]], "prompts": STATES},
          {"normalise": True}, [2.309397, 1.861805, 1.154699, -1.154698, -1.284455, -1.154698, -0.577349]),

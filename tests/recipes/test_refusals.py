@@ -15,7 +15,7 @@ from agentjet.recipes.losses import PolicyLoss
 from agentjet.recipes.registry import make_recipe
 from tests.recipes.batches import recipe_of
 
-COMPARES_NO_EPISODES = ("mars", "dense_turn_credit", "direct_advantage", "distill", "ppo", "archer", "digirl")
+COMPARES_NO_EPISODES = ("mars", "dense_turn_credit", "direct_advantage", "distill", "ppo", "vapo", "archer", "digirl")
 
 
 @pytest.mark.parametrize("name", COMPARES_NO_EPISODES)

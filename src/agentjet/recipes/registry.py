@@ -22,12 +22,12 @@ CHAPTERS = {
     "reinforce_pp_baseline rloo",
     "clipping": "adaptive_entropy adaptive_kl aepo cispo clip_cov dapo dppo entropy_bonus etr gmpo gspo gspo_token "
     "hapo kl_cov loop sapo top_entropy",
-    "critic": "archer digirl ppo",
+    "critic": "archer digirl ppo vapo",
     "imitation": "digirl_curriculum distill rft sft",
     "offline": "awr direct_advantage dpo dro oapl",
     "rewards": "alp craft_gui duration_aware gdpo hc_grpo rapo single_stream",
     "sampling": "dart pass_rate rapo_pruning scaling_inter staged task_temperature",
-    "turns": "dense_turn_credit gigpo mars stepwise_grpo stratified_grpo",
+    "turns": "dense_turn_credit gigpo graph_gpo mars stepwise_grpo stratified_grpo",
 }
 """The names of the built-in recipes, by the module of this package that defines them."""
 BUILT_IN = {name: chapter for chapter, names in CHAPTERS.items() for name in names.split()}
