@@ -57,6 +57,11 @@ def test_a_dual_clip_that_takes_the_gradient_of_failures(loss: str) -> None:
     assert recipe_of("grpo", loss={"name": loss, "dual_clip": 0}).loss.name == loss
 
 
+def test_covariances_that_no_token_has() -> None:
+    with pytest.raises(ValueError, match=r"lowest = 5\.0 is not below highest = 5\.0: no token would be chosen"):
+        make_recipe({"name": "clip_cov", "loss": {"lowest": 5}})
+
+
 def test_groups_with_equal_rewards_that_teach_are_not_dropped() -> None:
     with pytest.raises(ValueError, match="the recipe 'rft' does not compare the episodes of a group"):
         make_recipe({"name": "rft", "drop_zero_variance": True})

@@ -59,6 +59,16 @@ def test_vapo_has_a_lambda_for_the_policy_and_one_for_values() -> None:
     assert vapo.next_state(state, {}) == {"batches": 2} and vapo.value_heads.body_coef == 0
 
 
+def test_values_do_not_learn_from_truncated_episodes_that_are_dropped() -> None:
+    batch = with_values(make_batch([[1.0, 0.0]], calls=[[2], [1, 1]]), value=[0.4, 0.6, -0.7, 0.1])
+    cut = replace(batch, facts=replace(batch.facts, call_truncated=np.array([False, True, False])))
+    forest, _ = recipe_of("ppo", drop_truncated=True).columns(cut, {})
+    assert forest["call"].tolist() == [0, 0] and forest["return"].tolist() == pytest.approx([0.98, 1.0])
+    assert recipe_of("direct_advantage", drop_truncated=True, min_advantage=0).columns(
+        cut, {"reference": np.zeros(4, np.float32)}
+    )[0]["call"].tolist() == [0, 0]
+
+
 def test_rewards_come_at_the_ends_of_calls_and_sequences() -> None:
     batch = make_batch([[1.0, 2.0]], calls=[[2, 1], [1]], turn_rewards=[[0.5, 0.25], [0.0]])
     found = steps(batch)

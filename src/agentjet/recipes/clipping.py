@@ -274,6 +274,12 @@ class ClipCovLoss(Clip):
 
     is_linear: ClassVar[bool] = False
 
+    @model_validator(mode="after")
+    def _some_are_chosen(self) -> Self:
+        if self.lowest >= self.highest:
+            raise ValueError(f"lowest = {self.lowest} is not below highest = {self.highest}: no token would be chosen")
+        return self
+
     def batch_loss(self, logp: Tensor, columns: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         loss, metrics = self.token_loss(logp, columns)
         covariance, clipped = covariances(logp, columns), metrics[CLIP_FRACTION]
