@@ -47,6 +47,7 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "rapo_pruning": {"retest": 1},
     "rft": {"threshold": 0.5},  # The world's rewards are shares: few episodes reach 1.
     "staged": {"stages": ["early", "late"], "ends": [8]},
+    "vapo": {"warm_up": 2, "alpha": 1.0},  # Answers have few tokens.
 }
 """By recipe, where its defaults are for other rewards or lengths than those of this world."""
 LONGER = {"digirl": 3}

@@ -75,6 +75,48 @@ def aepo(logp: Tensor, columns: Columns, chosen: Any) -> Tensor:
     return torch.where((columns["advantage"] > 0) & (ratio > bound), kept, clip(logp, columns, chosen))
 
 
+def dppo(logp: Tensor, columns: Columns, chosen: Any) -> Tensor:
+    """-sg(min(r, cap)) A log p, without tokens whose probability left the total variation in the direction of A."""
+    advantage, ratio = columns["advantage"], (logp.detach() - columns["logprob"]).exp()
+    moved = (logp.detach().exp() - columns["logprob"].exp()) * advantage.sign()
+    bound = torch.where(advantage > 0, torch.tensor(chosen.clip_high), torch.tensor(chosen.clip_low))
+    return torch.where(moved <= bound, -ratio.clamp(max=chosen.max_ratio) * advantage * logp, 0 * logp)
+
+
+def covariance(logp: Tensor, columns: Columns) -> list[float]:
+    """(A - mean) (log p - mean) of each token."""
+    logs, advantages = logp.tolist(), columns["advantage"].tolist()
+    means = sum(logs) / len(logs), sum(advantages) / len(logs)
+    return [(a - means[1]) * (x - means[0]) for x, a in zip(logs, advantages, strict=True)]
+
+
+def clip_cov(logp: Tensor, columns: Columns, chosen: Any) -> Tensor:
+    """PPO's loss without some tokens of high covariance: at equal distances among those that are not clipped."""
+    ratio, advantage = (logp - columns["logprob"]).exp().tolist(), columns["advantage"].tolist()
+    is_clipped = [
+        (a > 0 and r > 1 + chosen.clip_high) or (a < 0 and r < 1 - chosen.clip_low)
+        for r, a in zip(ratio, advantage, strict=True)
+    ]
+    found = [
+        token
+        for token, value in enumerate(covariance(logp, columns))
+        if chosen.lowest < value < chosen.highest and not is_clipped[token]
+    ]
+    number = min(len(found), max(1, int(chosen.share * len(logp))))
+    left_out = {found[place * len(found) // number] for place in range(number)}
+    kept = torch.tensor([float(token not in left_out) for token in range(len(logp))], dtype=logp.dtype)
+    return clip(logp, columns, chosen) * kept
+
+
+def kl_cov(logp: Tensor, columns: Columns, chosen: Any) -> Tensor:
+    """-r A, and the absolute log-ratio of the tokens of the highest covariance."""
+    values = covariance(logp, columns)
+    highest = sorted(values)[-max(1, int(chosen.share * len(values)))]
+    penalised = torch.tensor([float(value >= highest) for value in values], dtype=logp.dtype)
+    gap = logp - columns["logprob"]
+    return -gap.exp() * columns["advantage"] + chosen.coef * penalised * gap.abs()
+
+
 def direct_advantage(logp: Tensor, columns: Columns, chosen: Any) -> Tensor:
     """(A / beta - log-ratio of the sequence)^2 / 2, shared by its tokens."""
     wanted = (columns["advantage"] / chosen.beta).clamp(-chosen.max_log_ratio, chosen.max_log_ratio)
@@ -129,13 +171,16 @@ FORMULAS: Mapping[str, Formula] = {
     "awr": awr,
     "cispo": cispo,
     "clip": clip,
+    "clip_cov": clip_cov,
     "direct_advantage": direct_advantage,
+    "dppo": dppo,
     "dro": dro,
     "etr": etr,
     "gmpo": gmpo,
     "gspo": gspo,
     "gspo_token": gspo,
     "hapo": hapo,
+    "kl_cov": kl_cov,
     "loop": loop,
     "oapl": oapl,
     "reinforce": cross_entropy,

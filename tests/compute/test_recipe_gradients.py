@@ -148,10 +148,19 @@ def test_every_loss_has_a_formula() -> None:
     assert set(LOSSES) == set(FORMULAS)
 
 
+OF_LOSSES: Mapping[str, Mapping[str, Any]] = {
+    "clip_cov": {"loss": {"lowest": 0.0, "share": 0.2}},
+    "dppo": {"loss": {"clip_low": 1e-4, "clip_high": 1e-4}},
+    "kl_cov": {"loss": {"share": 0.2}},
+    "rft": {"threshold": 0.0},
+}
+"""Parameters with which some tokens are in each case of the formula."""
+
+
 @pytest.mark.parametrize("kl", [0.0, 0.1])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_gradients(case: Case, loss: str, kl: float) -> None:
-    own = {"rft": {"threshold": 0.0}}.get(loss, {})
+    own = OF_LOSSES.get(loss, {})
     recipe = make_recipe({"name": LOSSES[loss], "epochs": 1, "mini_batches": 1, "kl_coef": kl, **own})
     assert isinstance(recipe, PolicyGradient) and recipe.loss.name == loss
     with Double():
@@ -195,6 +204,7 @@ def test_entropies_have_a_gradient(case: Case, parameters: dict[str, Any], micro
     [
         {"name": "stepwise_grpo", "keep": 0.5},
         {"name": "gigpo"},
+        {"name": "graph_gpo"},
         {"name": "dense_turn_credit"},
         {"name": "rloo", "kl_coef": 0.1, "kl_in": "reward", "correction": "tis", "correction_level": "sequence"},
     ],

@@ -26,15 +26,18 @@ from tests.recipes.batches import advantages, make_batch, recipe_of
 NAMES = registry.built_in()
 ESTIMATORS = [name for name in NAMES if issubclass(registry.find(name), PolicyGradient)]
 """Recipes with an advantage. The others have tests in files of their names."""
-CRITICS = {"archer", "digirl", "distill", "ppo"}
+CRITICS = {"archer", "digirl", "distill", "ppo", "vapo"}
 """Recipes whose advantages need columns that the learner computes: `test_values` has their numbers."""
-SCALED = {"rft", "mars", "reinforce", "direct_advantage", "dense_turn_credit", "digirl_curriculum", *CRITICS}
+SCALED = {
+    *("rft", "mars", "reinforce", "max_rl", "direct_advantage", "dense_turn_credit", "digirl_curriculum"),
+    *CRITICS,
+}
 """Recipes whose advantages are not differences of the rewards of episodes within a group."""
 
 AS_GRPO = (
     "grpo",
     *("cispo", "gspo", "gspo_token", "gmpo", "sapo", "etr", "adaptive_kl", "awr", "dr_mas"),
-    *("adaptive_entropy", "entropy_bonus"),
+    *("adaptive_entropy", "entropy_bonus", "dppo", "clip_cov", "kl_cov", "top_entropy"),
     *("scaling_inter", "task_temperature", "pass_rate", "staged"),
 )
 """Recipes with the advantages of GRPO: they differ in the loss, the roles or the sampling."""
@@ -125,6 +128,29 @@ STATES = [[1, 50], [1, 50, 100, 51], [1, 50, 100, 51, 100, 52], [1, 50], [1, 50,
          [-1.25, -1.125, 1.25, 0.875]),
         ("reinforce", {"groups": [[1, -0.5, 0]]}, {}, [1, -0.5, 0]),
         ("grpo_passk", {"groups": [[0.2, 1, 0.4], [1, 1, 0]]}, {}, [0, 1.441150, 0, 0, 0, 0]),  # 0.6 / 0.416334
+        ("max_rl", {"groups": [[1, 0, 0, 0], [0.5, 1, 0.9, 0.6], [0, 0, 0, 0]]}, {},
+         [3, -1, -1, -1, -1 / 3, 1 / 3, 0.2, -0.2, *[0] * 4]),
+        ("max_rl", {"groups": [[1, -2], [1, -0.5]]}, {}, [0, 0, 3, -3]),  # a mean below 0, and of 1/4
+        # C(4, 2) = 6: the best leads three others by 1, so 4 / 6 x 3
+        ("pkpo", {"groups": [[1, 0, 0, 0], [1, 1, 0, 0]]}, {"k": 2}, [2, 0, 0, 0, 4 / 3, 4 / 3, 0, 0]),
+        # C(4, 3) = 4: 0.9 leads in three subsets, by 0.5, 0.1 and 0.1, and 0.8 in one, by 0.4
+        ("pkpo", {"groups": [[0.9, 0.3, 0.4, 0.8]]}, {"k": 3}, [0.7, 0, 0, 0.4]),
+        ("pkpo", {"groups": [[0.2, 1]]}, {"k": 9}, [0, 1.6]),  # k = 2, the size of the group
+        ("rae", {"groups": [[1, 0], [0.5, 0.5]]}, {}, [0.5, -0.5, 0, 0]),
+        # the format does not differ in the first group; 0.707106 of each, and twice that, whitened by 1.195227
+        ("gdpo", {"groups": [[1, 0], [0, 1]], "metrics": {"format": [1, 1, 0, 1]}}, {},
+         [0.591608, -0.591608, -1.183216, 1.183216]),
+        # sums 2.12132, -2.12132 and -0.707106, 0.707106 over 2, 1, 1, 1 tokens: mean 0.424264, deviation 1.843909
+        ("gdpo", {"groups": [[1, 0], [0, 1]], "calls": [[2], [1], [1], [1]], "metrics": {"short": [9, 3, 0, 0]}},
+         {"mix": {"reward": 1, "short": 2}}, [0.920358, -1.380537, -0.613572, 0.153393]),
+        ("gdpo", {"groups": [[1, 0, 1]], "metrics": {"format": [math.nan, 0, 1]}}, {"mix": {"format": 1}},
+         [0, -1.118034, 1.118034]),  # 0.707106, whitened by 0.632455
+        # penalties 0.1 x tokens x 1/2: rewards 0.9 0.8 -0.1 -0.4; mean 0.3, deviation 0.648074
+        ("alp", {"groups": [[1, 1, 0, 0]], "calls": [[2], [4], [2], [8]]}, {"beta": 0.1},
+         [0.925819, 0.771516, -0.617213, -1.080122]),
+        # all pass, and none: 0.1 x tokens x 1/2, at least one of two
+        ("alp", {"groups": [[1, 1], [0, 0]], "calls": [[2], [4], [2], [4]]}, {"beta": 0.1},
+         [0.707102, -0.707102, 0.707097, -0.707097]),
         ("oapl", {"groups": [[1, 0, 0, 1]]}, {}, [0.379885, -0.620115, -0.620115, 0.379885]),
         ("oapl", {"groups": [[1, 0, 0, 1]]}, {"temperature": 0.5}, [0.283110, -0.716890, -0.716890, 0.283110]),
         ("direct_advantage", {"groups": [[1]], "calls": [[1, 1, 1]], "turn_rewards": [[0.3, 0.04, -0.2]]}, {},
@@ -161,6 +187,9 @@ STATES = [[1, 50], [1, 50, 100, 51], [1, 50, 100, 51, 100, 52], [1, 50], [1, 50,
         ),
         ("aepo", {"groups": [[1, 0]], "calls": [[1], [1]], "entropies": [0.5, 0.1]}, {}, [0.807106, -0.607107]),
         ("hapo", {"groups": [[1, 0]], "calls": [[2], [6]]}, {}, [1.732047, -0.577349]),
+        # the 0.6-quantile of the entropies is 0.3 + 0.4 x 0.5
+        ("top_entropy", {"groups": [[1, 0]], "calls": [[1] * 3, [1] * 2], "entropies": [0.1, 0.9, 0.3, 0.2, 0.8]},
+         {"keep": 0.4}, [0, 0.707106, 0, 0, -0.707106]),
         # three turns of 1, seven of 0
         ("stepwise_grpo", {"groups": [[1, 0]], "calls": [[1] * 3, [1] * 7]}, {"keep": 1},
          [*[1.449135] * 3, *[-0.621058] * 7]),
@@ -177,6 +206,14 @@ STATES = [[1, 50], [1, 50, 100, 51], [1, 50, 100, 51, 100, 52], [1, 50], [1, 50,
         # s0 s1 s2 with 1 at the end; s0 s1; s0 s3
         ("gigpo", {"groups": [[1, 0, 0]], "calls": [[1, 1, 1], [1, 1], [1, 1]], "prompts": STATES}, {},
          [1.268333, 1.141667, 0.666667, -0.634167, -0.808333, -0.634167, -0.333333]),
+        # s0 s1 s2 success: 2, 1 and 0 calls are left after them, and 4 on other ways: 0.1 1 10, 0.1 0.001, 0.001 0.001
+        ("graph_gpo", {"groups": [[1, 0, 0]], "calls": [[1, 1, 1], [1, 1], [1, 1]], "prompts": STATES}, {},
+         [1.732039, 1.861805, 1.154699, -0.000009, -1.284455, -1.732029, -0.577349]),
+        # s0 s1 success, so s2 is a detour: 1, 1 and 0 calls are left; 1 and 0; 3 and 3: 5 5 10, 5 10 and 1.25 1.25
+        ("graph_gpo", {"groups": [[1, 1, 0]], "calls": [[1, 1, 1], [1, 1], [1, 1]], "prompts": STATES},
+         {"omega": 0.5}, [1.154699, -0.129757, 0.577349, 1.154699, 1.284456, -2.309399, -1.154699]),
+        ("graph_gpo", {"groups": [[0, 0.4, 0]], "calls": [[1, 1, 1], [1, 1], [1, 1]], "prompts": STATES}, {},
+         [*[-0.577348] * 3, *[1.154696] * 2, *[-0.577348] * 2]),  # without a success
         # with deviations
         ("gigpo", {"groups": [[1, 0, 0]], "calls": [[1, 1, 1], [1, 1], [1, 1]], "prompts": STATES},
          {"normalise": True}, [2.309397, 1.861805, 1.154699, -1.154698, -1.284455, -1.154698, -0.577349]),
@@ -196,6 +233,38 @@ def test_dr_mas_compares_a_role_over_the_episodes_in_which_it_has_calls() -> Non
     found_ER = recipe_of("dr_mas").sequence_advantages(replace(batch, facts=facts))
     assert found_ER[:, 0].tolist() == pytest.approx([0.866024, -0.866024, -0.866024, 0.866024], abs=1e-6)
     assert found_ER[:3, 1].tolist() == pytest.approx([1.154698, -0.577349, -0.577349], abs=1e-6)
+
+
+def test_rae_keeps_a_baseline_for_each_task_set_and_role() -> None:
+    batch = make_batch([[1, 0], [0.6, 0.6]])
+    assert batch.facts is not None
+    spoke = np.array([[True, True], [True, True], [True, False], [True, False]])
+    roles = np.array([[1.0, -1.0], [0, 0], [0.6, np.nan], [0.6, np.nan]])
+    tasks = (("chess", "1"), ("chess", "1"), ("", "2"), ("", "2"))
+    facts = replace(batch.facts, roles=("white", "black"), role_rewards=roles, spoke=spoke, tasks=tasks)
+    batch = replace(batch, facts=facts)
+    rae = recipe_of("rae", decay=0.5)
+    assert rae.sequence_advantages(batch).tolist() == [[0.5, -0.5], [-0.5, 0.5], [0, 0], [0, 0]]
+    metrics = rae.columns(batch, {})[1] | {"policy/clip_fraction": 0.0}
+    white, black, other = (f"policy/baseline/{name}" for name in ("chess/white", "chess/black", "white"))
+    assert rae.next_state({"kept": 1.0}, metrics) == {"kept": 1.0, white: 0.5, black: -0.5, other: 0.6}
+    later = replace(batch, state={white: 0.1, black: -0.3})
+    expected = [[0.9, -0.7], [-0.1, 0.3], [0, 0], [0, 0]]
+    assert rae.sequence_advantages(later).tolist() == [pytest.approx(row) for row in expected]
+    state = rae.next_state(later.state, rae.columns(later, {})[1])  # two episodes: a quarter is left
+    assert [state[name] for name in (white, black, other)] == pytest.approx([0.4, -0.45, 0.6])
+
+
+@pytest.mark.parametrize(("name", "kept"), [("grpo", [0, 1, 2, 5, 5]), ("awr", [0, 1, 2, 5, 5]), ("loop", [5, 5])])
+def test_truncated_episodes_are_compared_and_left_out(name: str, kept: list[int]) -> None:
+    batch = make_batch([[0.5, 1, 0]], calls=[[1, 1, 1], [1, 1], [2]])
+    assert batch.facts is not None
+    cut = np.array([False, False, False, True, False, False])
+    batch = replace(batch, facts=replace(batch.facts, call_truncated=cut))
+    whole, without = (recipe_of(name, drop_truncated=drop).columns(batch, {})[0] for drop in (False, True))
+    assert without["call"].tolist() == kept, "the second episode has an answer that was cut"
+    assert without["advantage"].tolist() == whole["advantage"][np.isin(whole["call"], kept)].tolist()
+    assert recipe_of(name, drop_truncated=True).weights(without).sum() == pytest.approx(1)
 
 
 def test_every_recipe_has_a_number_here() -> None:
@@ -248,7 +317,7 @@ def test_better_rewards_have_larger_advantages(name: str, tenths: list[int], shi
     assert np.all(np.subtract.outer(advantages_G, advantages_G)[better] > 0)
 
 
-def token_loss(name: str, ratio: float, advantage: float, **parameters: float) -> tuple[float, float]:
+def token_loss(name: str, ratio: float, advantage: float, **parameters: Any) -> tuple[float, float]:
     """Loss and gradient at logp = -0.4."""
     logp = torch.tensor([-0.4], dtype=torch.float64, requires_grad=True)
     columns = {"logprob": logp.detach() - math.log(ratio), "advantage": torch.tensor([advantage])}
@@ -281,10 +350,21 @@ def token_loss(name: str, ratio: float, advantage: float, **parameters: float) -
         ("aepo", 1.1, 1.0, {}, -1.1, -1.1),
         ("aepo", 0.5, -1.0, {}, 0.8, 0.0),
         ("aepo", 5.0, -1.0, {}, 3.0, 0.0),
+        # p = 0.670320. q = 0.558600 differs by 0.11, and q = 0.335160 by 0.34
+        ("dppo", 1.2, 0.5, {}, 0.24, -0.6),
+        ("dppo", 2.0, 0.5, {}, 0.0, 0.0),
+        ("dppo", 2.0, -0.5, {}, -0.4, 1.0),  # it moves back
+        ("dppo", 2.0, -0.5, {"max_ratio": 1.5}, -0.3, 0.75),
+        ("dppo", 0.75, -0.5, {}, 0.0, 0.0),  # q = 0.893760, p fell by 0.22
+        ("dppo", 0.75, -0.5, {"clip_low": 0.3}, -0.15, 0.375),
+        # q log(q / p) + (1 - q) log((1 - q) / (1 - p)) = -0.101845 + 0.128813 = 0.026968
+        ("dppo", 1.2, 1.0, {"divergence": "kl", "clip_high": 0.027}, 0.48, -1.2),
+        ("dppo", 1.2, 1.0, {"divergence": "kl", "clip_high": 0.0269}, 0.0, 0.0),
+        ("dppo", 1.2, -1.0, {"divergence": "kl", "clip_low": 0.0}, -0.48, 1.2),
     ],
 )
 def test_losses_by_hand(
-    name: str, ratio: float, advantage: float, parameters: dict[str, float], loss: float, gradient: float
+    name: str, ratio: float, advantage: float, parameters: dict[str, Any], loss: float, gradient: float
 ) -> None:
     assert token_loss(name, ratio, advantage, **parameters) == pytest.approx((loss, gradient), abs=1e-6)
 
@@ -381,7 +461,7 @@ def test_a_loss_says_itself_that_it_is_linear() -> None:
 
     assert Narrow.is_linear and not Squared.is_linear and not PolicyLoss.is_linear
     linear = {name for name in ESTIMATORS if recipe_of(name).loss.is_linear}
-    assert {*ESTIMATORS} - linear == {"awr", "dro", "oapl", "direct_advantage"}
+    assert {*ESTIMATORS} - linear == {"awr", "dro", "oapl", "direct_advantage", "clip_cov", "kl_cov"}
 
 
 def test_unknown_names_and_parameters_are_refused_with_the_nearest() -> None:

@@ -12,7 +12,17 @@ import numpy as np
 import pytest
 import torch
 
-from agentjet.recipes.clipping import CispoLoss, GmpoLoss, GspoLoss, GspoTokenLoss, HapoLoss, relative, standardised
+from agentjet.recipes.clipping import (
+    CispoLoss,
+    ClipCovLoss,
+    GmpoLoss,
+    GspoLoss,
+    GspoTokenLoss,
+    HapoLoss,
+    KlCovLoss,
+    relative,
+    standardised,
+)
 from agentjet.recipes.losses import (
     CLIP_FRACTION,
     KL_ESTIMATES,
@@ -95,6 +105,30 @@ def test_losses_of_sequences(
     found.sum().backward()
     assert found.tolist() == pytest.approx(losses, abs=1e-6)
     assert logp.grad.tolist() == pytest.approx(gradient, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("loss", "gradient"),
+    [
+        # Advantages 3, 1, -1, -3, 0 with mean 0, and log-probabilities -1, -4, -3, -6, -1 with mean -3: covariances
+        # 6, -1, 0, 9, 0. All log-ratios are 0.1, so the gradient is -1.105171 A.
+        (ClipCovLoss(), [-3.315513, -1.105171, 1.105171, 3.315513, 0]),  # none is between 1 and 5
+        (ClipCovLoss(highest=7), [0, -1.105171, 1.105171, 3.315513, 0]),
+        (ClipCovLoss(highest=10, share=0.39), [0, -1.105171, 1.105171, 3.315513, 0]),  # one of two, the first
+        (ClipCovLoss(highest=10, share=0.4), [0, -1.105171, 1.105171, 0, 0]),
+        (ClipCovLoss(highest=10, clip_high=0.05), [0, 0, 1.105171, 0, 0]),  # the first is clipped, so it is the fourth
+        (KlCovLoss(), [-3.315513, -1.105171, 1.105171, 4.315513, 0]),
+        (KlCovLoss(share=0.4, coef=2), [-1.315513, -1.105171, 1.105171, 5.315513, 0]),
+    ],
+)
+def test_tokens_of_high_covariance(loss: PolicyLoss, gradient: list[float]) -> None:
+    logp = torch.tensor([-1.0, -4, -3, -6, -1], dtype=torch.float64, requires_grad=True)
+    columns = {"logprob": logp.detach() - 0.1, "advantage": torch.tensor([3.0, 1, -1, -3, 0], dtype=torch.float64)}
+    found, metrics = loss.batch_loss(logp, columns)
+    found.sum().backward()
+    assert logp.grad.tolist() == pytest.approx(gradient, abs=1e-6)
+    if metrics:
+        assert metrics[CLIP_FRACTION].tolist() == [slope == 0 for slope in gradient[:4]] + [False]
 
 
 def test_an_entropy_bonus_is_a_term_of_any_loss() -> None:

@@ -15,7 +15,7 @@ from agentjet.recipes.losses import PolicyLoss
 from agentjet.recipes.registry import make_recipe
 from tests.recipes.batches import recipe_of
 
-COMPARES_NO_EPISODES = ("mars", "dense_turn_credit", "direct_advantage", "distill", "ppo", "archer", "digirl")
+COMPARES_NO_EPISODES = ("mars", "dense_turn_credit", "direct_advantage", "distill", "ppo", "vapo", "archer", "digirl")
 
 
 @pytest.mark.parametrize("name", COMPARES_NO_EPISODES)
@@ -39,6 +39,8 @@ def test_recipes_that_compare_no_episodes(name: str) -> None:
         ("digirl_curriculum", "compares the reward with those of earlier episodes"),
         ("single_stream", "compares the reward with those of earlier episodes"),
         ("craft_gui", "learns from metrics instead of the reward"),
+        ("gdpo", "compares metrics besides the reward"),
+        ("rae", "compares the reward with those of earlier episodes"),
         ("adaptive_kl", "adapts the weight of the penalty in the loss"),
     ],
 )
@@ -55,10 +57,15 @@ def test_a_dual_clip_that_takes_the_gradient_of_failures(loss: str) -> None:
     assert recipe_of("grpo", loss={"name": loss, "dual_clip": 0}).loss.name == loss
 
 
+def test_covariances_that_no_token_has() -> None:
+    with pytest.raises(ValueError, match=r"lowest = 5\.0 is not below highest = 5\.0: no token would be chosen"):
+        make_recipe({"name": "clip_cov", "loss": {"lowest": 5}})
+
+
 def test_groups_with_equal_rewards_that_teach_are_not_dropped() -> None:
     with pytest.raises(ValueError, match="the recipe 'rft' does not compare the episodes of a group"):
         make_recipe({"name": "rft", "drop_zero_variance": True})
-    for name in ("gigpo", "craft_gui", "hc_grpo"):
+    for name in ("gigpo", "craft_gui", "hc_grpo", "gdpo", "alp"):
         with pytest.raises(ValueError, match=f"'{name}' does not learn from the reward alone, so groups with equal"):
             make_recipe({"name": name, "drop_zero_variance": True})
     with pytest.raises(

@@ -41,6 +41,34 @@ def test_advantages_of_ppo_are_whitened() -> None:
     assert advantage.tolist() == pytest.approx([-0.925820, -0.462910, 0, 1.388730], abs=1e-6)
 
 
+def test_vapo_has_a_lambda_for_the_policy_and_one_for_values() -> None:
+    """alpha = 1: lambda is 1/2 for two tokens, and 0 for one. d: 0.2, 0.4 and 0.7."""
+    batch = with_values(make_batch([[1.0, 0.0]], calls=[[2], [1]]), value=[0.4, 0.6, -0.7])
+    vapo = recipe_of("vapo", alpha=1.0, warm_up=1)
+    found = vapo.estimates(batch)
+    assert found["gae"].tolist() == pytest.approx([0.4, 0.4, 0.7]) and found["return"].tolist() == [1, 1, 0]
+    assert vapo.estimates(batch)["return"].tolist() == recipe_of("ppo", lam=1).estimates(batch)["return"].tolist()
+    assert recipe_of("vapo", alpha=0.4).estimates(batch)["gae"].tolist() == pytest.approx(
+        [0.2, 0.4, 0.7]
+    )  # not below 0
+    first, _ = vapo.columns(batch, {})
+    assert first["advantage"].tolist() == [0, 0, 0] and first["return"].tolist() == [1, 1, 0]
+    state = vapo.next_state({}, {})
+    later, _ = vapo.columns(replace(batch, state=state), {})
+    assert later["advantage"].tolist() == pytest.approx([-0.577350, -0.577350, 1.154701], abs=1e-5)  # 0.5, 0.173205
+    assert vapo.next_state(state, {}) == {"batches": 2} and vapo.value_heads.body_coef == 0
+
+
+def test_values_do_not_learn_from_truncated_episodes_that_are_dropped() -> None:
+    batch = with_values(make_batch([[1.0, 0.0]], calls=[[2], [1, 1]]), value=[0.4, 0.6, -0.7, 0.1])
+    cut = replace(batch, facts=replace(batch.facts, call_truncated=np.array([False, True, False])))
+    forest, _ = recipe_of("ppo", drop_truncated=True).columns(cut, {})
+    assert forest["call"].tolist() == [0, 0] and forest["return"].tolist() == pytest.approx([0.98, 1.0])
+    assert recipe_of("direct_advantage", drop_truncated=True, min_advantage=0).columns(
+        cut, {"reference": np.zeros(4, np.float32)}
+    )[0]["call"].tolist() == [0, 0]
+
+
 def test_rewards_come_at_the_ends_of_calls_and_sequences() -> None:
     batch = make_batch([[1.0, 2.0]], calls=[[2, 1], [1]], turn_rewards=[[0.5, 0.25], [0.0]])
     found = steps(batch)
@@ -53,7 +81,7 @@ def test_rewards_come_at_the_ends_of_calls_and_sequences() -> None:
     assert steps(named).rewards.tolist() == [0, 0.5, 3.25, 7.0]
 
 
-@pytest.mark.parametrize("name", ["ppo", "archer", "digirl"])
+@pytest.mark.parametrize("name", ["ppo", "vapo", "archer", "digirl"])
 def test_a_role_without_a_reward_among_named_ones_is_not_trained(name: str) -> None:
     batch = with_values(make_batch([[1.0, 2.0, 2.0]], calls=[[1, 1], [2], [2]]), value=[0.1, 0.2, 0.3, 0.4, 0.5, 0.6])
     named = replace(batch, facts=replace(batch.facts, role_rewards=np.array([[7.0], [np.nan], [5.0]])))
@@ -111,7 +139,7 @@ def test_digirls_critic_is_a_classifier() -> None:
     assert recipe_of("digirl").value_loss(tensors).tolist() == pytest.approx([0.693147, 0.126928, 2.126928], abs=1e-6)
 
 
-@pytest.mark.parametrize("name", ["ppo", "archer", "digirl"])
+@pytest.mark.parametrize("name", ["ppo", "vapo", "archer", "digirl"])
 def test_one_token_and_none(name: str) -> None:
     recipe = recipe_of(name)
     batch = with_values(make_batch([[1.0]], calls=[[1]]), value=[0.0])

@@ -8,6 +8,9 @@
 | a mean in which longer episodes count more | `opo`; `hapo_tlga`, divided by the deviation |
 | the second best reward, for the best episode only | `grpo_passk` |
 | as in `grpo`, for each role apart | `dr_mas` |
+| the mean of the group, divided by it | `max_rl` |
+| the best of k - 1 others, averaged over subsets | `pkpo` |
+| the mean of earlier episodes of the task set and role | `rae` |
 
 A new one overrides `group_advantages`, or `sequence_advantages` if it reads more than the rewards. `_G` are the members
 of a group, `_ER` episodes and roles.
@@ -15,18 +18,33 @@ of a group, `_ER` episodes and roles.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from math import comb
 from typing import ClassVar, Literal
 
 import numpy as np
 from pydantic import Field
 
 from agentjet.recipes.losses import CrossEntropy
-from agentjet.recipes.policy_gradient import EPS, FloatArray, OwnLoss, PolicyGradient, centred, facts_of, lengths
+from agentjet.recipes.policy_gradient import (
+    EPS,
+    Comparison,
+    FloatArray,
+    Outputs,
+    OwnLoss,
+    PolicyGradient,
+    centred,
+    facts_of,
+    lengths,
+)
+from agentjet.section import Int64
 from agentjet.timeline.batch import TrainingBatch
+from agentjet.timeline.forest import Forest
 
 LARGEST = 5.0
 """A group with a token-level advantage of this size gets the advantages of GRPO."""
+BASELINE = "policy/baseline"
+"""Beginning of the metrics with the baselines of `rae`, which are its state, too."""
 
 
 class Grpo(PolicyGradient):
@@ -131,6 +149,52 @@ class GrpoPassk(Grpo):
             best = int(np.argmax(rewards_G))
             lead = rewards_G[best] - np.delete(rewards_G, best).max()
             advantages_G[best] = lead / (np.std(rewards_G, ddof=1) + EPS)
+        return advantages_G
+
+
+class MaxRl(PolicyGradient):
+    """MaxRL: the reward minus the group's mean, divided by the mean: maximum likelihood of a success.
+
+        A_i = (r_i - mean(r)) / mean(r), 0 if the mean is not positive
+
+    Source: arXiv 2602.02710, as prime-rl computes it. Confidence: reproduced.
+    Use: rewards of 0 and 1 and large groups. A task with pass rate p weighs about 1 / p more than in `dr_grpo`.
+    Cost: as GRPO.
+    """
+
+    name: str = "max_rl"
+
+    def group_advantages(self, rewards_G: FloatArray) -> FloatArray:
+        mean = np.mean(rewards_G)
+        return centred(rewards_G) / mean if mean > 0 else np.zeros(len(rewards_G))
+
+
+class Pkpo(PolicyGradient):
+    """PKPO: the gradient of the expected best reward of k episodes, without bias.
+
+        A_i = G / C(G, k) x sum over the subsets I of k members with i of (best of I - best of I without i)
+            = G / C(G, k) x sum over members j with a lower rank than i of C(rank_j, k - 2) (r_i - r_j)
+
+    Source: arXiv 2505.15201, its estimator s^(loo-1) for rewards of any scale, times G, because losses are means.
+    Confidence: reproduced: equal to github.com/kpahwa16/pass-k-policy-optimization at 1b0928e on random groups.
+    Use: to widen the set of tasks that one of k attempts solves. Groups larger than k have less variance.
+    Cost: less than GRPO: the lower episodes of a group are not computed.
+    """
+
+    name: str = "pkpo"
+    k: Int64 = Field(4, ge=2)
+    """Number of attempts whose best reward counts. Groups below it are taken as k."""
+
+    def group_advantages(self, rewards_G: FloatArray) -> FloatArray:
+        size = len(rewards_G)
+        k = min(self.k, size)
+        advantages_G, order = np.zeros(size), np.argsort(rewards_G, kind="stable")
+        if k < 2:
+            return advantages_G
+        ranked_G = np.asarray(rewards_G, np.float64)[order]
+        weights_G = np.array([size * comb(rank, k - 2) / comb(size, k) for rank in range(size)])
+        leads_GG = np.maximum(ranked_G[:, None] - ranked_G, 0)
+        advantages_G[order] = leads_GG @ weights_G
         return advantages_G
 
 
@@ -241,3 +305,53 @@ class ReinforcePpBaseline(ReinforcePp):
 
     def group_advantages(self, rewards_G: FloatArray) -> FloatArray:
         return centred(rewards_G)
+
+
+class Rae(PolicyGradient):
+    """RAE: the reward minus a moving mean of the role's earlier rewards in the task set.
+
+        A_i = r_i - b,  b <- decay^n b + (1 - decay^n) mean(r) after a batch with n episodes of the task set and role
+        In the first batch of a task set and role, b is the mean of the batch.
+
+    Source: arXiv 2506.24119 (SPIRAL), whose b moves after each episode; prime-rl centres a first group in this way.
+    Confidence: inspired by: one b serves a whole batch. With equal rewards in a batch, the next b is the same.
+    Use: self-play of games in which the rewards of the roles add up to 0; a group may have one episode. Give rewards
+    `by_role`. Baselines are state, and metrics `policy/baseline/...` show them.
+    Cost: as GRPO.
+    """
+
+    name: str = "rae"
+    decay: float = Field(0.95, ge=0, lt=1)
+    """Weight of the baseline after one further episode."""
+
+    by_role: bool = True
+    """Compute the advantages of each role only over the episodes in which the role has calls."""
+
+    smallest_group: ClassVar[int] = 1
+    no_kl_in_reward: ClassVar[str] = "compares the reward with those of earlier episodes"
+
+    def sequence_advantages(self, batch: TrainingBatch) -> FloatArray:
+        advantages_ER = np.zeros(facts_of(batch).spoke.shape)
+        for name, (episodes, role, rewards) in self._rewards(batch).items():
+            advantages_ER[episodes, role] = rewards - batch.state[name] if name in batch.state else centred(rewards)
+        return advantages_ER
+
+    def columns(self, batch: TrainingBatch, outputs: Outputs) -> tuple[Forest, dict[str, float]]:
+        forest, metrics = super().columns(batch, outputs)
+        for name, (_, _, rewards) in self._rewards(batch).items() if batch.facts is not None else ():
+            mean, left = float(rewards.mean()), self.decay ** len(rewards)
+            metrics[name] = left * batch.state.get(name, mean) + (1 - left) * mean
+        return forest, metrics
+
+    def next_state(self, state: Mapping[str, float], metrics: Mapping[str, float]) -> Mapping[str, float]:
+        return {**state, **{name: value for name, value in metrics.items() if name.startswith(BASELINE)}}
+
+    def _rewards(self, batch: TrainingBatch) -> dict[str, Comparison]:
+        """Returns the episodes of each task set and role, by the name of their baseline."""
+        facts, found = facts_of(batch), dict[str, Comparison]()
+        for episodes, role, rewards_G in self.comparisons(facts):
+            name = "/".join(filter(None, (BASELINE, facts.tasks[episodes[0]][0], facts.roles[role])))
+            before = found.get(name, Comparison(episodes[:0], role, rewards_G[:0]))
+            joined = np.append(before.episodes, episodes), role, np.append(before.rewards, rewards_G)
+            found[name] = Comparison(*joined)
+        return found

@@ -5,6 +5,9 @@
 | of the ratio of a token | `dapo`, wider above; `loop`, equal for r and 1 / r; `cispo`, as a weight; `sapo`, smooth |
 | of the ratio of a sequence | `gspo`; `gspo_token`, with advantages of tokens |
 | of the ratios in the mean of a sequence | `gmpo` |
+| of the change of a token's probability | `dppo` |
+| by the covariance of log-probability and advantage | `clip_cov`; `kl_cov`, a penalty |
+| no gradient of certain tokens | `top_entropy` |
 | by the advantage of the token and the variance of the group | `etr` |
 | by the entropy of the token | `hapo`; `aepo` keeps the gradient above the upper bound |
 | a penalty that follows a target | `adaptive_kl` |
@@ -17,7 +20,7 @@ the advantage, H the entropy. Shapes: M targets; `_ER` are episodes and roles.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -205,6 +208,162 @@ class Cispo(Grpo):
 
     name: str = "cispo"
     loss: OwnLoss = CispoLoss()
+
+
+class DppoLoss(PolicyLoss):
+    """REINFORCE with a truncated ratio as weight, 0 where the token's probability left the trust region."""
+
+    name: str = "dppo"
+    divergence: Literal["tv", "kl"] = "tv"
+    """Distance of the policies, of which each has two outcomes: the sampled token or another. `tv`: total variation,
+    |p - q|. `kl`: the KL divergence; its usual bounds are 0.05."""
+    clip_low: float = Field(0.15, ge=0)
+    """With a negative advantage, a token whose probability fell by more than this distance has no gradient."""
+    clip_high: float = Field(0.15, ge=0)
+    """With a positive advantage, a token whose probability rose by more than this distance has no gradient."""
+    max_ratio: float = Field(20.0, gt=0)
+    """Largest weight."""
+
+    is_linear: ClassVar[bool] = True
+
+    def token_loss(self, logp: Tensor, columns: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        advantage, old, new = columns["advantage"], columns["logprob"], logp.detach()
+        change = distance = new.exp() - old.exp()
+        if self.divergence == "kl":
+            # Some float32 probabilities round to 1, so a small number is in both logarithms.
+            others = (1e-8 - old.expm1()).log() - (1e-8 - new.expm1()).log()
+            distance = old.exp() * (old - new) - old.expm1() * others
+        is_far = ((advantage > 0) & (change > 0) & (distance.abs() > self.clip_high)) | (
+            (advantage < 0) & (change < 0) & (distance.abs() > self.clip_low)
+        )
+        weight = ratio_of(new, columns).clamp(max=self.max_ratio).masked_fill(is_far, 0.0)
+        return -weight * advantage * logp, {CLIP_FRACTION: is_far}
+
+
+class Dppo(Grpo):
+    """DPPO: GRPO's advantage with a trust region of probabilities instead of ratios.
+
+        L = -stop_gradient(min(r, max_ratio)) A log(policy), 0 if the update would move p further than the bound
+        far = |p - q| > bound, or KL((q, 1 - q) || (p, 1 - p)) > bound;  p, q = probability by policy, sampling policy
+
+    Source: arXiv 2602.04879, its binary approximations and bounds as in verl. Confidence: reproduced.
+    Use: large vocabularies, where PPO's clip silences rare tokens and lets frequent ones move far.
+    Cost: as GRPO.
+    """
+
+    name: str = "dppo"
+    loss: OwnLoss = DppoLoss()
+
+
+def covariances(logp: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
+    """Returns (A - mean) (log-probability - mean) [M], without gradient, over the tokens of the mini-batch."""
+    advantage, new = columns["advantage"], logp.detach()
+    return (advantage - advantage.mean()) * (new - new.mean())
+
+
+class ClipCovLoss(Clip):
+    """PPO's surrogate without some of the tokens whose covariance is high."""
+
+    name: str = "clip_cov"
+    share: float = Field(2e-4, gt=0, le=1)
+    """Share of the mini-batch's tokens that have no gradient; one token at least."""
+    lowest: float = 1.0
+    """Covariance above which a token may be chosen."""
+    highest: float = 5.0
+    """Covariance below which a token may be chosen."""
+
+    is_linear: ClassVar[bool] = False
+
+    @model_validator(mode="after")
+    def _some_are_chosen(self) -> Self:
+        if self.lowest >= self.highest:
+            raise ValueError(f"lowest = {self.lowest} is not below highest = {self.highest}: no token would be chosen")
+        return self
+
+    def batch_loss(self, logp: Tensor, columns: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        loss, metrics = self.token_loss(logp, columns)
+        covariance, clipped = covariances(logp, columns), metrics[CLIP_FRACTION]
+        candidates = ((covariance > self.lowest) & (covariance < self.highest) & ~clipped).nonzero().flatten()
+        number = min(max(1, int(self.share * len(logp))), len(candidates))
+        # A replay must choose the same tokens, so chance has no part.
+        places = candidates.new_tensor(range(number)) * len(candidates) // max(1, number)
+        chosen = clipped.new_zeros(len(logp)).index_fill(0, candidates[places], True)
+        return loss.masked_fill(chosen, 0.0), {CLIP_FRACTION: clipped | (chosen & (columns["advantage"] != 0))}
+
+
+class ClipCov(Grpo):
+    """Clip-Cov: GRPO without the gradient of a few tokens that lower the entropy most.
+
+        cov_t = (A_t - mean(A)) (log policy_t - mean(log policy)), over the mini-batch
+        Of the tokens with lowest < cov_t < highest that are not clipped, share x tokens have no gradient.
+
+    Source: arXiv 2505.22617, as verl computes it. Confidence: reproduced, except that the chosen tokens lie at equal
+    distances in the batch, instead of at random.
+    Use: runs whose `policy/entropy` falls towards 0 while the reward still rises.
+    Cost: as GSPO; every token is computed.
+    """
+
+    name: str = "clip_cov"
+    loss: OwnLoss = ClipCovLoss()
+
+
+class KlCovLoss(PolicyLoss):
+    """The plain surrogate, with a penalty on the tokens whose covariance is highest."""
+
+    name: str = "kl_cov"
+    share: float = Field(2e-4, gt=0, le=1)
+    """Share of the mini-batch's tokens that have the penalty, those of the highest covariance; one token at least."""
+    coef: float = Field(1.0, gt=0)
+    """Weight of the penalty."""
+
+    reports: ClassVar[tuple[str, ...]] = ()
+
+    def batch_loss(self, logp: Tensor, columns: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        ratio = log_ratio(logp, columns["logprob"])
+        chosen = covariances(logp, columns).topk(max(1, int(self.share * len(logp)))).indices
+        penalty = logp.new_zeros(len(logp)).index_fill(0, chosen, self.coef) * ratio.abs()
+        return penalty - columns["advantage"] * ratio.exp(), {}
+
+
+class KlCov(Grpo):
+    """KL-Cov: GRPO without a clip, with a penalty on the tokens that lower the entropy most.
+
+        L = -A r + coef |log r| for the share of tokens with the highest cov_t, see `clip_cov`;  L = -A r for others
+
+    Source: arXiv 2505.22617, as verl computes it. Confidence: reproduced.
+    Use: the same as `clip_cov`. Without several steps on a batch, r is 1 and the penalty has no gradient.
+    Cost: as GSPO; every token is computed.
+    """
+
+    name: str = "kl_cov"
+    loss: OwnLoss = KlCovLoss()
+    mini_batches: Int64 = Field(4, ge=1)
+    """Optimiser steps in each pass."""
+
+
+class TopEntropy(Grpo):
+    """Top-entropy tokens: GRPO whose gradient comes from the most uncertain tokens only.
+
+        A_t = A if H_t >= the (1 - keep)-quantile of H over the batch's tokens, else 0
+
+    Source: arXiv 2506.01939, as TRL computes it with `top_entropy_quantile`, over the batch and with entropies of the
+    weights before it. Confidence: reproduced. `loss = "dapo"` adds the bounds of its runs. Means are over all tokens.
+    Use: long reasoning, where few tokens decide how an answer goes on.
+    Cost: one more forward pass for the entropies; other tokens are not computed.
+    """
+
+    name: str = "top_entropy"
+    keep: float = Field(0.2, gt=0, le=1)
+    """Share of the batch's tokens that is trained, those with the highest entropy."""
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        return super().needs | {"entropy"}
+
+    def token_advantages(self, batch: TrainingBatch) -> NDArray[np.float32]:
+        entropies = batch.forest["entropy"].astype(np.float64)
+        is_top = entropies >= np.quantile(entropies, 1 - self.keep) if len(entropies) else np.zeros(0, bool)
+        return np.where(is_top, super().token_advantages(batch), np.float32(0))
 
 
 class SapoLoss(PolicyLoss):
@@ -494,7 +653,7 @@ class AdaptiveKl(Grpo):
 
 
 class EntropyBonus(Grpo):
-    """GRPO with an entropy bonus: it keeps the policy from becoming certain too early.
+    """Entropy bonus: GRPO that keeps the policy from becoming certain too early.
 
         L = L_grpo - entropy_coef H,  H: the entropy of each present distribution, with gradient
 
@@ -509,7 +668,7 @@ class EntropyBonus(Grpo):
 
 
 class AdaptiveEntropy(Grpo):
-    """GRPO with an entropy bonus that acts below a target only, and whose weight adapts.
+    """Adaptive entropy: GRPO with an entropy bonus that acts below a target only, and whose weight adapts.
 
         batch with entropy below target: the bonus acts, and its weight grows by `step`; else it falls by `step`
 

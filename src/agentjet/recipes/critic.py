@@ -2,7 +2,7 @@
 
 | value of | recipes |
 |---|---|
-| each token | `ppo` |
+| each token | `ppo`; `vapo`, whose advantages and values have different lambdas |
 | the prompt of each call | `archer`; `digirl`, a probability of success |
 
 The heads predict from the policy's last hidden states, before each sampled token. Observations are skipped: the value
@@ -20,9 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from agentjet.recipes.losses import CrossEntropy
+from agentjet.recipes.losses import Clip, CrossEntropy
 from agentjet.recipes.policy_gradient import FloatArray, Outputs, OwnLoss, PolicyGradient, compared_rewards, facts_of
 from agentjet.recipes.recipe import ValueHeads
+from agentjet.section import Int64
 from agentjet.timeline.batch import TrainingBatch
 from agentjet.timeline.forest import Forest, select
 
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 VALUE_LOSS = "critic/loss"
 EXPLAINED = "critic/explained_variance"
+BATCHES = "batches"
+"""The state of `vapo`: its batches so far."""
 IntArray = NDArray[np.intp]
 
 
@@ -126,19 +129,24 @@ def steps(batch: TrainingBatch) -> Steps:
     return Steps(order, rewards, sequence.astype(np.intp), starts, ends)
 
 
-def gae(rewards: FloatArray, values: FloatArray, sequence: IntArray, gamma: float, lam: float) -> FloatArray:
+def gae(
+    rewards: FloatArray, values: FloatArray, sequence: IntArray, gamma: float, lam: float | FloatArray
+) -> FloatArray:
     """Returns generalised advantages [S] (arXiv 1506.02438, equation 16); the value after a sequence is 0.
+
+    `lam` is one lambda, or that [S] of the sequence of each step.
 
     Steps of one sequence are neighbours, in order. All sequences are computed together, from their ends.
     """
     stops = np.flatnonzero(np.append(sequence[1:] != sequence[:-1], True)) + 1
     lengths = np.diff(stops, prepend=0)
+    lam_S = np.broadcast_to(lam, len(rewards))
     following, last, found = np.zeros(len(stops)), np.zeros(len(stops)), np.zeros(len(rewards))
     for back in range(int(lengths.max(initial=0))):
         alive = np.flatnonzero(lengths > back)
         at = stops[alive] - 1 - back
         delta = rewards[at] + gamma * following[alive] - values[at]
-        last[alive] = delta + gamma * lam * last[alive]
+        last[alive] = delta + gamma * lam_S[at] * last[alive]
         following[alive] = values[at]
         found[at] = last[alive]
     return found
@@ -177,12 +185,18 @@ class Ppo(Critic):
         return (*super().reads, "value", "return")
 
     def estimates(self, batch: TrainingBatch) -> dict[str, NDArray[np.float64]]:
-        sampled, returns = steps(batch), batch.forest["value"].astype(np.float64)
-        returns[sampled.order] += gae(sampled.rewards, returns[sampled.order], sampled.sequence, self.gamma, self.lam)
-        return {"return": returns}
+        advantages = self.advantages(batch, steps(batch), self.lam)
+        return {"return": advantages + batch.forest["value"], "gae": advantages}
+
+    def advantages(self, batch: TrainingBatch, sampled: Steps, lam: float | FloatArray) -> FloatArray:
+        """Returns the generalised advantages [M], with one lambda or with that of each step in order of sampling."""
+        found = np.zeros(batch.forest.num_targets)
+        values = batch.forest["value"][sampled.order].astype(np.float64)
+        found[sampled.order] = gae(sampled.rewards, values, sampled.sequence, self.gamma, lam)
+        return found
 
     def token_advantages(self, batch: TrainingBatch) -> NDArray[np.float32]:
-        found: NDArray[np.float64] = batch.forest["return"].astype(np.float64) - batch.forest["value"]
+        found = batch.forest["gae"].astype(np.float64)
         deviation = float(np.std(found, ddof=1)) if len(found) > 1 else 1.0
         return np.asarray((found - found.mean()) / np.sqrt(deviation**2 + 1e-8), np.float32)
 
@@ -197,6 +211,42 @@ class Ppo(Critic):
         # As PPO clips ratios: a value that moved far has no gradient, unless it moved away from the return.
         near = old + (value - old).clamp(-self.value_clip, self.value_clip)
         return 0.5 * ((value - goal) ** 2).maximum((near - goal) ** 2)
+
+
+class Vapo(Ppo):
+    """VAPO: PPO whose values learn unbiased returns, whose lambda grows with length, and whose values learn first.
+
+        policy: lambda = max(0, 1 - 1 / (alpha x tokens of the sequence));  values: lambda = `lam`
+        In the first `warm_up` batches, advantages are 0: only values learn.
+
+    Source: arXiv 2504.05118 and VC-PPO 2503.01491, these parts and the upper clip, as open-instruct and AReaL compute
+    them. Without its cross-entropy of right answers, and with a head instead of a second model. Confidence: reproduced
+    in these parts.
+    Use: long answers with one reward at the end, whose signal the lambda of `ppo` loses after some dozens of tokens.
+    Cost: as PPO, and the batches of the warm-up. With `value_coef` above 0 the values change the policy in it.
+    """
+
+    name: str = "vapo"
+    loss: OwnLoss = Clip(clip_high=0.28)
+    lam: float = Field(1.0, ge=0, le=1)
+    """Lambda of the returns that the values learn. 1: the rewards to come, without bias."""
+    alpha: float = Field(0.05, gt=0)
+    """Growth of the policy's lambda with the length of the sequence."""
+    warm_up: Int64 = Field(50, ge=0)
+    """First batches of this recipe in which only the values learn."""
+    value_coef: float = Field(0.0, ge=0)
+    """Factor of the value loss in the gradient of the policy's weights. 0: only the heads learn values."""
+
+    def estimates(self, batch: TrainingBatch) -> dict[str, NDArray[np.float64]]:
+        sampled = steps(batch)
+        lam = np.maximum(0, 1 - 1 / (self.alpha * np.bincount(sampled.sequence)[sampled.sequence]))
+        return {**super().estimates(batch), "gae": self.advantages(batch, sampled, lam)}
+
+    def token_advantages(self, batch: TrainingBatch) -> NDArray[np.float32]:
+        return super().token_advantages(batch) * np.float32(batch.state.get(BATCHES, 0) >= self.warm_up)
+
+    def next_state(self, state: Mapping[str, float], metrics: Mapping[str, float]) -> Mapping[str, float]:
+        return {BATCHES: state.get(BATCHES, 0) + 1}
 
 
 class Archer(Critic):

@@ -214,7 +214,7 @@ class DirectAdvantage(PolicyGradient):
         forest = batch.forest.with_columns(sequence=call, logprob=outputs["reference"], turn_tokens=tokens)
         _, metrics = super().columns(batch, outputs)
         advantage = self.token_advantages(batch)
-        return select(forest.with_columns(advantage=advantage), self.counting(batch, advantage)), metrics
+        return select(forest.with_columns(advantage=advantage), self._counting(batch, advantage)), metrics
 
 
 class Dpo(Recipe):

@@ -97,6 +97,10 @@ class PolicyGradient(Recipe):
     drop_zero_variance: bool = False
     """Dynamic sampling: drop groups whose rewards are all equal, and sample others instead."""
 
+    drop_truncated: bool = False
+    """Overlong filtering (DAPO): leave out the tokens of an episode and role with an answer that was cut at its token
+    limit. Its reward is compared with the others nevertheless."""
+
     smallest_group: ClassVar[int] = 2
     compares_rewards: ClassVar[bool] = True
     """False if the advantages do not come from `comparisons`. `by_role` and `kl_in = "reward"` are then refused."""
@@ -212,7 +216,7 @@ class PolicyGradient(Recipe):
         forest = batch.forest.with_columns(advantage=advantage, **self.loss_columns(batch, advantage))
         if not forest.num_targets:
             return forest, {}
-        counting = self.counting(batch, advantage)
+        counting = self._counting(batch, advantage)
         if self.correction == "none":
             return forest if counting.all() else select(forest, counting), metrics
         import torch
@@ -231,6 +235,15 @@ class PolicyGradient(Recipe):
         forest = forest.with_columns(advantage=advantage * weight, logprob=proximal)
         counts &= counting
         return forest if counts.all() else select(forest, counts), metrics
+
+    def _counting(self, batch: TrainingBatch, advantage: NDArray[np.float32]) -> NDArray[np.bool_]:
+        """Returns `counting` [M], without truncated episodes if they are dropped."""
+        counting = self.counting(batch, advantage)
+        if not self.drop_truncated or batch.facts is None:
+            return counting
+        whole_ER = np.ones(batch.facts.spoke.shape)
+        np.multiply.at(whole_ER, (batch.facts.call_episode, batch.facts.call_role), ~batch.facts.call_truncated)
+        return np.asarray(counting & (batch.facts.of_tokens(whole_ER, batch.forest) > 0))
 
     def _less_kl(self, batch: TrainingBatch, reference: NDArray[np.float32]) -> tuple[TrainingBatch, float]:
         """Returns the batch with the KL penalty in its rewards, and the mean of the estimates."""

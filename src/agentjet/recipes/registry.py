@@ -18,14 +18,16 @@ from agentjet.recipes import hooks
 from agentjet.recipes.recipe import Component, Recipe
 
 CHAPTERS = {
-    "baselines": "dr_grpo dr_mas grpo grpo_passk hapo_tlga opo reinforce reinforce_pp reinforce_pp_baseline rloo",
-    "clipping": "adaptive_entropy adaptive_kl aepo cispo dapo entropy_bonus etr gmpo gspo gspo_token hapo loop sapo",
-    "critic": "archer digirl ppo",
+    "baselines": "dr_grpo dr_mas grpo grpo_passk hapo_tlga max_rl opo pkpo rae reinforce reinforce_pp "
+    "reinforce_pp_baseline rloo",
+    "clipping": "adaptive_entropy adaptive_kl aepo cispo clip_cov dapo dppo entropy_bonus etr gmpo gspo gspo_token "
+    "hapo kl_cov loop sapo top_entropy",
+    "critic": "archer digirl ppo vapo",
     "imitation": "digirl_curriculum distill rft sft",
     "offline": "awr direct_advantage dpo dro oapl",
-    "rewards": "craft_gui duration_aware hc_grpo rapo single_stream",
+    "rewards": "alp craft_gui duration_aware gdpo hc_grpo rapo single_stream",
     "sampling": "dart pass_rate rapo_pruning scaling_inter staged task_temperature",
-    "turns": "dense_turn_credit gigpo mars stepwise_grpo stratified_grpo",
+    "turns": "dense_turn_credit gigpo graph_gpo mars stepwise_grpo stratified_grpo",
 }
 """The names of the built-in recipes, by the module of this package that defines them."""
 BUILT_IN = {name: chapter for chapter, names in CHAPTERS.items() for name in names.split()}

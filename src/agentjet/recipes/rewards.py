@@ -2,7 +2,8 @@
 
 | fact | recipes |
 |---|---|
-| metrics that agents send with the reward | `craft_gui`, `hc_grpo`; `duration_aware`, of which one is a time |
+| metrics that agents send with the reward | `craft_gui`, `hc_grpo`; `gdpo`, one by one; `duration_aware`, a time |
+| lengths of episodes, by the pass rate of the group | `alp` |
 | other groups of the batch | `rapo` |
 | earlier episodes of the task | `single_stream`, and `digirl_curriculum` in `imitation` |
 
@@ -18,8 +19,16 @@ from typing import Annotated, ClassVar
 import numpy as np
 from pydantic import Field
 
-from agentjet.recipes.baselines import Grpo
-from agentjet.recipes.policy_gradient import EPS, Comparison, FloatArray, PolicyGradient, facts_of, penalised
+from agentjet.recipes.baselines import Grpo, whitened
+from agentjet.recipes.policy_gradient import (
+    EPS,
+    Comparison,
+    FloatArray,
+    PolicyGradient,
+    facts_of,
+    lengths,
+    penalised,
+)
 from agentjet.timeline.batch import Facts, TrainingBatch
 
 
@@ -76,6 +85,65 @@ class CraftGui(Grpo):
             totals_E += weight * ~np.isnan(values_E)
         rewards_E = np.where(totals_E > 0, sums_E / np.where(totals_E > 0, totals_E, 1), facts.rewards)
         return super().sequence_advantages(replace(batch, facts=replace(facts, rewards=rewards_E)))
+
+
+class Gdpo(Grpo):
+    """GDPO: GRPO on each metric apart, whose advantages are added and whitened, so that none drowns the others.
+
+        A_i = whiten(sum over metrics of weight x (m_i - mean(m)) / (std(m) + 1e-6)), see `reinforce_pp`
+
+    Source: arXiv 2601.05242, as verl computes it. Confidence: reproduced. An episode without a metric is not compared
+    by it.
+    Use: several goals of different scales, such as a right answer, its format and its length. Agents send them as
+    metrics with the reward; `reward` is the reward itself.
+    Cost: as GRPO.
+    """
+
+    name: str = "gdpo"
+    mix: dict[str, Annotated[float, Field(gt=0)]] = Field({"reward": 1.0, "format": 1.0}, min_length=1)
+    """Weight of the advantage of each metric. A given table replaces this one."""
+
+    equal_rewards_teach: ClassVar[bool] = True
+    no_kl_in_reward: ClassVar[str] = "compares metrics besides the reward"
+
+    def sequence_advantages(self, batch: TrainingBatch) -> FloatArray:
+        facts = facts_of(batch)
+        sums_ER, compared_ER = np.zeros(facts.spoke.shape), np.zeros(facts.spoke.shape, bool)
+        for episodes, role, rewards_G in self.comparisons(facts):
+            compared_ER[episodes, role] = True
+            for metric, weight in self.mix.items():
+                values_G = rewards_G if metric == "reward" else values_of(facts, metric)[episodes]
+                has_G = ~np.isnan(values_G)
+                if has_G.any():
+                    sums_ER[episodes[has_G], role] += weight * self.group_advantages(values_G[has_G])
+        return whitened(sums_ER, np.where(compared_ER, lengths(batch), 0.0))
+
+
+class Alp(Grpo):
+    """ALP, adaptive length penalty: GRPO with a cost of each token that grows with the pass rate of the group.
+
+        r_i -= beta x tokens_i x max(p, 1 / G),  p = share of the group's episodes with reward >= pass_reward
+
+    Source: arXiv 2506.05256, whose beta is 1e-7. Confidence: inspired by: read in notes that state the formula, and
+    checked against no numbers of others.
+    Use: long reasoning. Easy tasks get shorter answers, and hard tasks keep theirs. Equal rewards are divided by the
+    deviation of the penalties, so even a small `beta` shortens the answers of solved tasks.
+    Cost: as GRPO.
+    """
+
+    name: str = "alp"
+    beta: float = Field(1e-7, gt=0)
+    """Cost of a token of an episode's answers, if all episodes of the group pass."""
+    pass_reward: float = 0.5
+    """Smallest reward of an episode that passed."""
+
+    equal_rewards_teach: ClassVar[bool] = True
+
+    def sequence_advantages(self, batch: TrainingBatch) -> FloatArray:
+        penalties_ER = self.beta * lengths(batch)
+        for episodes, role, rewards_G in self.comparisons(facts_of(batch)):
+            penalties_ER[episodes, role] *= max((rewards_G >= self.pass_reward).mean(), 1 / len(rewards_G))
+        return super().sequence_advantages(penalised(batch, penalties_ER))
 
 
 class HcGrpo(Grpo):

@@ -4,6 +4,7 @@
 |---|---|
 | rewards of calls | `mars`, centred for each role; `dense_turn_credit`, compared with the same turn of the group |
 | rewards of calls or episodes, and what was observed before each call | `gigpo` |
+| successes, and the graph of what was observed | `graph_gpo` |
 | the number of turns | `stratified_grpo` |
 | entropies of turns, of which each counts once | `stepwise_grpo`, and `dart` in `sampling` |
 
@@ -12,7 +13,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
@@ -52,7 +53,38 @@ def rewards_to_go(facts: Facts, rewards_C: FloatArray, gamma: float) -> FloatArr
     return sums_C
 
 
-class Gigpo(Grpo):
+Observed = tuple[int, int, bytes | None]
+"""A group, a role and what was observed before a call of it; None for a success."""
+
+
+class SameObservation(Grpo):
+    """The base of recipes that compare the calls of a group after the same observation."""
+
+    step_weight: float = Field(1.0, ge=0)
+    """Weight of the advantage of the call. 0: that of the episode only."""
+
+    equal_rewards_teach: ClassVar[bool] = True
+
+    def call_values(self, facts: Facts, calls: Mapping[Observed, list[int]]) -> FloatArray:
+        """Returns the values [C] by which calls are compared. `calls` are those after each observation."""
+        raise NotImplementedError
+
+    def token_advantages(self, batch: TrainingBatch) -> NDArray[np.float32]:
+        facts = facts_of(batch)
+        is_compared_C = self.compared(facts)[facts.call_episode, facts.call_role]
+        seen_C = observations(batch.forest)
+        calls: dict[Observed, list[int]] = {}
+        for call in np.flatnonzero(is_compared_C).tolist():
+            if call in seen_C:
+                place = int(facts.groups[facts.call_episode[call]]), int(facts.call_role[call]), seen_C[call]
+                calls.setdefault(place, []).append(call)
+        values_C, steps_C = self.call_values(facts, calls), np.zeros(len(facts.call_turn))
+        for same in calls.values():
+            steps_C[same] = self.group_advantages(values_C[same])
+        return super().token_advantages(batch) + (self.step_weight * steps_C[batch.forest["call"]]).astype(np.float32)
+
+
+class Gigpo(SameObservation):
     """GiGPO: the advantage of the episode, plus that of the call among calls of the group after the same observation.
 
         A = A_episode + step_weight A_step,  A_episode = r - mean(r)
@@ -68,30 +100,65 @@ class Gigpo(Grpo):
     name: str = "gigpo"
     gamma: float = Field(0.95, ge=0, le=1)
     """Discount of later calls."""
-    step_weight: float = Field(1.0, ge=0)
-    """Weight of the advantage of the call. 0: that of the episode only."""
     normalise: bool = False
     """Divide both advantages by the standard deviation, as GRPO does."""
-
-    equal_rewards_teach: ClassVar[bool] = True
 
     def group_advantages(self, rewards_G: FloatArray) -> FloatArray:
         return super().group_advantages(rewards_G) if self.normalise else centred(rewards_G)
 
-    def token_advantages(self, batch: TrainingBatch) -> NDArray[np.float32]:
-        facts = facts_of(batch)
-        sums_C = rewards_to_go(facts, call_rewards(facts), self.gamma)
-        is_compared_C = self.compared(facts)[facts.call_episode, facts.call_role]
-        seen_C = observations(batch.forest)
-        calls: dict[tuple[int, int, bytes], list[int]] = {}
-        for call in np.flatnonzero(is_compared_C).tolist():
-            if call in seen_C:
-                place = int(facts.groups[facts.call_episode[call]]), int(facts.call_role[call]), seen_C[call]
-                calls.setdefault(place, []).append(call)
-        steps_C = np.zeros(len(sums_C))
-        for same in calls.values():
-            steps_C[same] = self.group_advantages(sums_C[same])
-        return super().token_advantages(batch) + (self.step_weight * steps_C[batch.forest["call"]]).astype(np.float32)
+    def call_values(self, facts: Facts, calls: Mapping[Observed, list[int]]) -> FloatArray:
+        return rewards_to_go(facts, call_rewards(facts), self.gamma)
+
+
+class GraphGpo(SameObservation):
+    """GraphGPO: GRPO, plus the advantage of the call among calls after the same observation, by the way to a success.
+
+        A = A_episode + step_weight A_step,  A_step = (g_k - mean) / (std + 1e-6) over calls with the same observation
+        g_k = 10 omega^d, d = fewest calls from the next observation to a success, over all episodes of the group
+
+    An observation without a way has one call more than the longest way. A group without success has A_step = 0.
+    Source: arXiv 2605.26684, as github.com/redai-infra/Relax at 9545630 reproduces it with a cost of 1 for each call.
+    Confidence: inspired by: observations are those of `gigpo`, and an episode counts once in A_episode.
+    Use: as `gigpo`, if failures pass through the same states as successes: a detour costs, also in a success.
+    Cost: as GRPO.
+    """
+
+    name: str = "graph_gpo"
+    omega: float = Field(0.1, gt=0, lt=1)
+    """Factor of the value for each further call on the way."""
+    pass_reward: float = 0.5
+    """Smallest reward of an episode that is a success."""
+
+    def call_values(self, facts: Facts, calls: Mapping[Observed, list[int]]) -> FloatArray:
+        place = {call: observed for observed, same in calls.items() for call in same}
+        keys = list(zip(facts.call_episode.tolist(), facts.call_role.tolist(), facts.call_turn.tolist(), strict=True))
+        at = {key: call for call, key in enumerate(keys)}
+        passes_ER = compared_rewards(facts) >= self.pass_reward
+        after: dict[int, Observed] = {}
+        before: dict[Observed, set[Observed]] = {}
+        for call, (group, role, _) in place.items():
+            episode, _, turn = keys[call]
+            following = at.get((episode, role, turn + 1))
+            if following in place:
+                after[call] = place[following]
+            elif following is None and passes_ER[episode, role]:
+                after[call] = group, role, None
+            if call in after:
+                before.setdefault(after[call], set()).add(place[call])
+        distances: dict[Observed, int] = {}
+        longest: dict[tuple[int, int], int] = {}
+        nodes = {node for node in before if node[2] is None}
+        while nodes:
+            far = max(distances.values(), default=-1) + 1
+            distances |= dict.fromkeys(nodes, far)
+            longest |= dict.fromkeys((node[:2] for node in nodes), far)
+            nodes = {earlier for node in nodes for earlier in before.get(node, ())} - distances.keys()
+        values_C = np.zeros(len(keys))
+        for call, (group, role, _) in place.items():
+            if (group, role) in longest:
+                way = distances[after[call]] if after.get(call) in distances else longest[group, role] + 1
+                values_C[call] = 10 * self.omega**way
+        return values_C
 
 
 def call_rewards(facts: Facts) -> FloatArray:
