@@ -459,7 +459,7 @@ class Etr(Grpo):
 
         bound_i = bound [1 + micro (tanh|A_i| - tanh 1)] [1 + macro (min(var(r) / full_variance, 1) - 0.5)]
 
-    Source: the abstract about elastic trust regions; the formula is ours. Confidence: inspired by.
+    Source: arXiv 2601.03723 (ETR), its abstract; the formula is ours. Confidence: inspired by.
     Use: several steps on one batch, tasks of different difficulty. With micro = macro = 0 it is GRPO.
     Cost: as GRPO.
     """
@@ -522,8 +522,8 @@ class Aepo(Grpo):
         A_t = A (1 + entropy_weight z_t),  z = (H - mean(H)) / std(H) over the batch's tokens, at least -5
         r > 1 + clip_high and A > 0:  the gradient is (1 + clip_high) A instead of 0
 
-    Source: the authors' code in public forks, with entropies of the weights before the batch. Confidence: reproduced,
-    without the branching of its sampling.
+    Source: arXiv 2510.14545, the authors' code in public forks, with entropies of the weights before the batch.
+    Confidence: reproduced, without the branching of its sampling.
     Use: tool agents whose entropy collapses.
     Cost: one more forward pass for the entropies.
     """

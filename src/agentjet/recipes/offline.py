@@ -124,7 +124,7 @@ class Oapl(PolicyGradient):
         A_i = r_i - temperature log(mean of exp(r / temperature))
         L_i = (beta (log(policy) - log(sampling policy)) - A_i)^2, with the sums of the episode's tokens
 
-    Source: NeMo-RL's description of it, the loss of KARL. Confidence: reproduced.
+    Source: arXiv 2602.19362, in NeMo-RL's description; the loss of KARL, 2603.05218. Confidence: reproduced.
     Use: samples that are many versions old, large batches with several passes: no ratio, no clip. Groups with equal
     rewards pull towards the sampling policy.
     Cost: twice the forward passes of GRPO; every token is computed.

@@ -42,7 +42,7 @@ class Rapo(Grpo):
 
         A_i = A_i(GRPO) x min(max_factor, groups / groups with different rewards)
 
-    Source: Fathom-DeepResearch, read in notes about it. Confidence: inspired by; the cap is ours.
+    Source: arXiv 2509.24107 (Fathom-DeepResearch), read in notes. Confidence: inspired by; the cap is ours.
     Use: instead of `drop_zero_variance`, where sampling again is expensive.
     Cost: as GRPO.
     """
@@ -63,7 +63,7 @@ class CraftGui(Grpo):
 
         r_i = sum of weight x metric / sum of weights, over the metrics that the episode has
 
-    Source: the abstract of CRAFT-GUI; the weights are ours. Confidence: inspired by.
+    Source: arXiv 2508.11360 (CRAFT-GUI), its abstract; the weights are ours. Confidence: inspired by.
     Use: several graders, of which some give no answer. Agents send their values as metrics with the reward. An episode
     without any of them keeps its reward, and a role for which the episode names a reward keeps that one.
     Cost: as GRPO.
@@ -182,7 +182,7 @@ class DurationAware(Grpo):
 
         A_i = A_i(GRPO) x min(max_weight, max(1 / max_weight, d_i / mean(d)))
 
-    Source: RL for machine-learning engineering agents, read in notes about it. Confidence: inspired by; the cap is
+    Source: arXiv 2509.01684, read in notes about it. Confidence: inspired by; the cap is
     ours.
     Use: with `max_staleness` above 0, where slow actions are sampled less often than fast ones.
     Cost: as GRPO.

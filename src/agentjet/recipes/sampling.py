@@ -75,8 +75,8 @@ class PassRate(Grpo):
         skip the task if p <= low or p >= high, until `retest` versions after its last group
         p = share of the task's recent episodes with reward >= pass_reward
 
-    Source: KARL keeps prompts with an intermediate pass rate, read in notes about it. Confidence: inspired by; the test
-    after a while is ours.
+    Source: KARL, arXiv 2603.05218, keeps prompts with an intermediate pass rate; read in notes. Confidence:
+    inspired by; the test after a while is ours.
     Use: large task sets with many tasks that are too easy or too hard. It saves their episodes, while dynamic sampling
     (`drop_zero_variance`) drops them afterwards.
     Cost: as GRPO.
@@ -114,8 +114,9 @@ class RapoPruning(Rapo):
 
         skip the task if p >= solved_rate, p = share of its recent episodes with reward > 0.5
 
-    Source: Fathom-DeepResearch, read in notes about it. Confidence: inspired by; `solved_rate` and `retest` are ours,
-    and tasks are pruned after each group instead of each epoch. Without RAPO's replay of an earlier success.
+    Source: arXiv 2509.24107 (Fathom-DeepResearch), read in notes. Confidence: inspired by; `solved_rate` and
+    `retest` are ours, and tasks are pruned after each group instead of each epoch. Without RAPO's replay of an
+    earlier success.
     Use: several epochs over one task set.
     Cost: less than GRPO: solved tasks are not sampled.
     """
@@ -168,7 +169,7 @@ class Staged(Grpo):
         stage = number of `ends` below the step, for the steps 1, 2, ...
         begin tasks of stages[stage]; of earlier sets, begin the part `replay` of the tasks, others at each version
 
-    Source: CRAFT-GUI's curriculum, from its abstract. Confidence: inspired by; all numbers are ours.
+    Source: arXiv 2508.11360 (CRAFT-GUI), its abstract. Confidence: inspired by; all numbers are ours.
     Use: tasks whose difficulty is known. Give every task a task set, and name the sets in `stages`.
     Cost: as GRPO.
     """
