@@ -141,7 +141,8 @@ def show_recipe(name: Annotated[str, Argument(metavar="NAME", help="A recipe, or
 @recipes_app.command("check")
 def check_recipe(
     name: Annotated[
-        str, Argument(metavar="RECIPE", help="FILE.py:CLASS, package.module:CLASS or a name; CLASS may be a PolicyLoss.")
+        str,
+        Argument(metavar="RECIPE", help="FILE.py:CLASS, package.module:CLASS or a name; CLASS may be a PolicyLoss."),
     ],
     parameter: Annotated[
         list[str] | None,

@@ -3,7 +3,7 @@
 The hooks run in the order of a real batch. Log-probabilities, needs and value heads are made up, so nothing is computed
 by a model. Each hook is called three times with the same input: twice by the recipe, and once by a recipe that is made
 from the stored parameters, as a replay makes it. All results must have equal bits. The batches have what breaks
-recipes: equal rewards, a role with one speaker, the smallest group, truncated calls, a policy without a token.
+recipes: equal rewards, a comparison of one, the smallest group, truncated calls, a policy without a token.
 
 Shapes: E episodes, R roles, C calls, M targets.
 """
@@ -127,7 +127,9 @@ class _Checks:
                 self.note("needs, reads", problem=f"`needs` names {min(unknown)!r}: there are {known}")
             self._before_a_batch()
             self._batches()
-        return Report(self.recipe.name, list(self.found.values()), self.example)
+        loss: object = getattr(self.recipe, "loss", None)
+        own = f" with the loss {loss.name}" if isinstance(loss, PolicyLoss) and hooks.is_plug_in(type(loss)) else ""
+        return Report(self.recipe.name + own, list(self.found.values()), self.example)
 
     def call(self, hook: str, where: str, function: Callable[[Recipe], Result], *inputs: Any) -> Result | None:
         """Returns what a hook returns, or None if it failed. A hook that failed is not called again."""
@@ -144,7 +146,7 @@ class _Checks:
         except InvalidRequest as error:
             note = f"refuses {where}: {error}"
         except AgentJetError as error:
-            problem = str(error).removesuffix(f"; {hooks.WAY_OUT}")
+            problem = str(error).removesuffix(f"; {hooks.WAY_OUT}").removeprefix(f"the recipe {self.recipe.name!r}: ")
         except Exception as error:  # Boundary: the result is of a type that nothing expected.
             problem = f"the result of `{hook}` cannot be used: {failure(error)}"
         if problem:
@@ -209,7 +211,7 @@ class _Checks:
             if found is not None and hooks.has_state(self.recipe):
                 new = partial(hooks.next_state, state=state, metrics=metrics)
                 state = self.call("next_state", case.name, new, state, metrics) or state
-        if loss_hook in self.found and not self.num_learned:
+        if not self.num_learned and not self.failed:
             self.note(loss_hook, "no token of any batch has a gradient, so nothing is learned")
 
     def _mini_batch(self, case: _Case, hook: str, forest: Forest) -> dict[str, float] | None:
@@ -265,15 +267,23 @@ def _cases(smallest_group: int) -> Iterator[_Case]:
     smallest = ([1.0, 0.0] * smallest_group)[:smallest_group]
     yield _Case("different rewards", _batch(0, different))
     yield _Case("equal rewards", _batch(1, ((1.0, 1.0, 1.0), (0.0, 0.0, 0.0))))
-    yield _Case("the smallest group", _batch(2, (smallest,)))
-    yield _Case("a policy without a token", _batch(3, different, calls=()))
-    yield _Case("different rewards again", _batch(4, different))
+    yield _Case("a role with one reward", _batch(2, different, names_rewards=True))
+    yield _Case("the smallest group", _batch(3, (smallest,)))
+    yield _Case("a policy without a token", _batch(4, different, calls=()))
+    yield _Case("different rewards again", _batch(5, different))
 
 
-def _batch(number: int, groups: Sequence[Sequence[float]], calls: Sequence[tuple[int, int, int]] = CALLS) -> Any:
+def _batch(
+    number: int,
+    groups: Sequence[Sequence[float]],
+    *,
+    calls: Sequence[tuple[int, int, int]] = CALLS,
+    names_rewards: bool = False,
+) -> TrainingBatch:
     """Returns a batch. Episodes of a group share their prompt, and calls of a role in an episode their tokens before.
 
-    The first episode of a group names a reward for its critic. The second call of the second episode is truncated.
+    The second call of the second episode is truncated. With `names_rewards`, the first episode of a group, the only one
+    with a critic, names a reward for it: so the critic is compared with no one.
     """
     rng = np.random.default_rng(number)
     members = [(g, i, reward) for g, rewards in enumerate(groups) for i, reward in enumerate(rewards)]
@@ -291,7 +301,9 @@ def _batch(number: int, groups: Sequence[Sequence[float]], calls: Sequence[tuple
     call_episode, call_role, call_turn = np.array(places, np.int32).reshape(-1, 3).T
     spoke = np.zeros((len(members), len(ROLES)), bool)
     spoke[call_episode, call_role] = True
-    named = np.where([[False, not i] for _, i, _ in members], [[reward] for *_, reward in members], np.nan)
+    named = np.where(
+        [[False, names_rewards and not i] for _, i, _ in members], [[reward] for *_, reward in members], np.nan
+    )
     facts = Facts(
         groups=np.array([g for g, *_ in members], np.int32),
         rewards=np.array([reward for *_, reward in members]),
@@ -319,8 +331,8 @@ def _with_outputs(recipe: Recipe, batch: TrainingBatch) -> tuple[TrainingBatch, 
     for name in sorted(recipe.needs):
         made = rng.uniform(0.1, 2, len(logprob)) if name == "entropy" else _near(rng, logprob)
         outputs[name] = made.astype(np.float32)
-    for name in recipe.value_heads.names if recipe.value_heads else ():
-        outputs[name] = rng.normal(0, 0.3, len(logprob)).astype(np.float32)
+    for head in recipe.value_heads.names if recipe.value_heads else ():
+        outputs[head] = rng.normal(0, 0.3, len(logprob)).astype(np.float32)
     return replace(batch, forest=batch.forest.with_columns(**outputs)), outputs
 
 
@@ -348,7 +360,7 @@ def _step(recipe: Recipe, forest: Forest, *, double: bool) -> _Step:
     made = {"reference": _near(rng, forest["logprob"]), "new_entropy": rng.uniform(0.1, 2, forest.num_targets)}
     for name in recipe.value_heads.names if recipe.value_heads else ():
         leaves[f"new_{name}"] = torch.from_numpy(rng.normal(0, 0.3, forest.num_targets)).to(dtype)
-    columns = {}
+    columns: dict[str, Tensor] = {}
     for name in {"weight", "logprob", *recipe.reads}:
         if name in made and name not in forest.targets:
             (leaves if name.startswith("new_") else columns)[name] = torch.from_numpy(made[name]).to(dtype)
@@ -402,12 +414,14 @@ def _cut_problem(recipe: Recipe, hook: str, step: _Step) -> str:
 def _slope_problem(recipe: Recipe, hook: str, step: _Step) -> str:
     """Returns a sentence if the gradient is not the slope of the loss; else ''.
 
-    What the recipe cuts off with `detach` or `no_grad` is held constant. At a kink, any slope between those of its
+    Values of `detach` and of code under `no_grad` are held constant. At a kink, any slope between those of its
     sides is right.
     """
     import torch
     from torch import Tensor
     from torch.overrides import TorchFunctionMode
+
+    cuts = Tensor.detach, Tensor.data.__get__  # type: ignore[attr-defined]
 
     class Constants(TorchFunctionMode):
         """Returns for `detach`, and under `no_grad` if `all_cut`, the values of the recorded call."""
@@ -418,7 +432,7 @@ def _slope_problem(recipe: Recipe, hook: str, step: _Step) -> str:
 
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             result = func(*args, **(kwargs or {}))
-            if func in (Tensor.detach, Tensor.data.__get__) or (self.all_cut and not torch.is_grad_enabled()):
+            if func in cuts or (self.all_cut and not torch.is_grad_enabled()):
                 number = len(self.seen)
                 self.seen.append(result)
                 if self.replayed is not None and number < len(self.replayed):
