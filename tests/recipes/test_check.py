@@ -106,6 +106,12 @@ class Needy(PolicyGradient):
         return frozenset({"entropies"})
 
 
+class Listed(PolicyGradient):
+    @property
+    def needs(self) -> Any:
+        return ["entropy"]
+
+
 class Diverging(PolicyGradient):
     def next_state(self, state: Any, metrics: Any) -> Any:
         return {"scale": state.get("scale", 1.0) * np.inf}
@@ -158,7 +164,8 @@ def slow(rewards: Any) -> Any:
         (advantages(slow), "columns", r"did not return within 0.1 s; it was at .*test_check.py:\d+"),
         (InPlace, "columns", "changes its input in place"),
         (Additive, "token_loss", "adds 'entropy', which has no gradient"),
-        (Needy, "needs, reads", "names 'entropies': there are entropy, proximal, reference, teacher"),
+        (Needy, "needs, reads", r"returned frozenset\({'entropies'}\) instead of a frozenset of some of entropy, prox"),
+        (Listed, "needs, reads", r"`needs` returned \['entropy'\] instead of a frozenset"),
         (Diverging, "next_state", "instead of a dict of finite numbers"),
         (Growing, "parameters", "change their own result: scale = 2.0 became 3.0"),
         (loss(lambda logp, columns: -logp[:2]), "token_loss", r"of shape \(2,\) instead of a tensor of"),
@@ -167,6 +174,11 @@ def slow(rewards: Any) -> Any:
         (loss(lambda logp, columns: (logp - logp).sqrt()), "token_loss", "has a gradient that is not finite"),
         (loss(lambda logp, columns: (logp - logp) / 0), "token_loss", "losses that are not finite"),
         (loss(lambda logp, columns: -logp * logp.mean()), "token_loss", "other losses for half of the tokens"),
+        (
+            loss(lambda logp, columns: -logp * columns["advantage"] * torch.ones(34)),
+            "token_loss",
+            r"half of the tokens.*`token_loss` failed at .*test_check.py:\d+: RuntimeError",
+        ),
         (loss(lambda logp, columns: logp * logp.sum().item(), "batch_loss"), "batch_loss", "NumPy cuts the gradient"),
         (loss(lambda logp, columns: Square.apply(logp)), "token_loss", "a backward pass of its own is wrong"),
     ],
@@ -203,6 +215,7 @@ from agentjet.recipes.losses import PolicyLoss
 from agentjet.recipes.policy_gradient import PolicyGradient
 
 class Own(PolicyGradient):
+    smallest_group = 16
     scale: float = 1.0
 
     def group_advantages(self, rewards_G):

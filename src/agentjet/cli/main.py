@@ -167,7 +167,7 @@ def check_recipe(
 
     path = _import_path(name)
     prefix = "job.recipe.loss" if _is_loss(path) else "job.recipe"
-    settings = {f"{prefix}.name": path}
+    settings: dict[str, Any] = {f"{prefix}.name": path, "job.group_size": 64}  # No smallest group is refused.
     for key, value in parse_overrides(parameter or []):
         settings[f"{prefix}.{key.removeprefix('job.recipe.')}"] = value
     report = check(parse_config(settings).job.recipe, hook_timeout or HOOK_SECONDS)

@@ -120,16 +120,17 @@ class _Checks:
     def run(self) -> Report:
         self.call("parameters", "", self._read_parameters)
         declared = self.call("needs, reads", "", lambda recipe: tuple(hooks.declared(recipe, x) for x in DECLARED))
-        if declared is not None:
-            unknown = declared[0] - {*get_args(Need)}
-            if unknown:
-                known = ", ".join(sorted(get_args(Need)))
-                self.note("needs, reads", problem=f"`needs` names {min(unknown)!r}: there are {known}")
+        needs: Any = None if declared is None else declared[0]
+        if declared is not None and not (isinstance(needs, frozenset) and needs <= {*get_args(Need)}):
+            known = ", ".join(sorted(get_args(Need)))
+            self.note("needs, reads", f"`needs` returned {needs!r} instead of a frozenset of some of {known}")
+        elif declared is not None:
             self._before_a_batch()
             self._batches()
-        loss: object = getattr(self.recipe, "loss", None)
-        own = f" with the loss {loss.name}" if isinstance(loss, PolicyLoss) and hooks.is_plug_in(type(loss)) else ""
-        return Report(self.recipe.name + own, list(self.found.values()), self.example)
+        loss: Any = getattr(self.recipe, "loss", None)
+        own = isinstance(loss, PolicyLoss) and hooks.is_plug_in(type(loss))
+        name = f"{self.recipe.name} with the loss {loss.name or type(loss).__name__}" if own else self.recipe.name
+        return Report(name, list(self.found.values()), self.example)
 
     def call(self, hook: str, where: str, function: Callable[[Recipe], Result], *inputs: Any) -> Result | None:
         """Returns what a hook returns, or None if it failed. A hook that failed is not called again."""
@@ -193,7 +194,7 @@ class _Checks:
             self.call("rollout", name, rollout, task, default)
         for name, rewards in (("different rewards", (1.0, 0.0, 0.5, 0.0)), ("equal rewards", (0.0,) * 4)):
             group = FinishedGroup("t0", "", rewards, [{}] * 4, [7, 5, 5, 5], is_uniform=len(set(rewards)) == 1)
-            reasons = frozenset({"too_few_episodes"})
+            reasons = frozenset({"too_few"})
             self.call("accept", name, partial(hooks.accept, group=group, others=reasons), group)
 
     def _batches(self) -> None:
@@ -256,7 +257,11 @@ class _Checks:
         except AgentJetError:
             self.note(hook, note=f"{note}; not compared with differences, because the loss fails in float64")
             return
-        self.note(hook, _cut_problem(self.recipe, hook, double) or _slope_problem(self.recipe, hook, double), note)
+        try:
+            problem = _cut_problem(self.recipe, hook, double) or _slope_problem(self.recipe, hook, double)
+        except AgentJetError as error:
+            problem = f"with half of the tokens, or other log-probabilities: {error}"
+        self.note(hook, problem, note)
 
 
 # ---- batches ---------------------------------------------------------------------------------------------------------
