@@ -112,6 +112,12 @@ class Listed(PolicyGradient):
         return ["entropy"]
 
 
+class Headed(PolicyGradient):
+    @property
+    def value_heads(self) -> Any:
+        return ("value",)
+
+
 class Diverging(PolicyGradient):
     def next_state(self, state: Any, metrics: Any) -> Any:
         return {"scale": state.get("scale", 1.0) * np.inf}
@@ -166,6 +172,7 @@ def slow(rewards: Any) -> Any:
         (Additive, "token_loss", "adds 'entropy', which has no gradient"),
         (Needy, "needs, reads", r"returned frozenset\({'entropies'}\) instead of a frozenset of some of entropy, prox"),
         (Listed, "needs, reads", r"`needs` returned \['entropy'\] instead of a frozenset"),
+        (Headed, "needs, reads", "the result of `needs, reads` cannot be used: .*AttributeError: 'tuple' object"),
         (Diverging, "next_state", "instead of a dict of finite numbers"),
         (Growing, "parameters", "change their own result: scale = 2.0 became 3.0"),
         (loss(lambda logp, columns: -logp[:2]), "token_loss", r"of shape \(2,\) instead of a tensor of"),

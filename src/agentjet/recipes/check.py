@@ -157,7 +157,7 @@ class _Checks:
         elif len({_bits(result) for result in results[:2]}) > 1:
             problem = (
                 f"`{hook}` returned other values for the same input at its second call: take randomness from "
-                "`batch.id`, as np.random.default_rng(batch.id), and keep nothing outside of `next_state`"
+                "`batch.id` in `columns`, as np.random.default_rng(batch.id), and keep nothing outside of `next_state`"
             )
         elif len({_bits(result) for result in results}) > 1:
             problem = (
@@ -201,7 +201,11 @@ class _Checks:
         state: Mapping[str, float] = {}
         loss_hook = "batch_loss" if self.recipe.takes_batch else "token_loss"
         for case in _cases(self.recipe.smallest_group):
-            batch, outputs = _with_outputs(self.recipe, replace(case.batch, state=state))
+            made = partial(_with_outputs, batch=replace(case.batch, state=state))
+            with_outputs = self.call("needs, reads", case.name, made)
+            if with_outputs is None:
+                return
+            batch, outputs = with_outputs
             self.call("reward_advantages", case.name, partial(_reward_advantages, batch), batch)
             prepared = self.call("columns", case.name, partial(hooks.columns, batch=batch, outputs=outputs), batch)
             if prepared is None:
@@ -225,7 +229,9 @@ class _Checks:
         if weights is None:
             return None
         weighted = select(forest.with_columns(weight=weights), contributing)
-        step = _step(self.recipe, weighted, double=False)
+        step = self.call("needs, reads", case.name, partial(_step, forest=weighted, double=False))
+        if step is None:
+            return None
         result = self.call(hook, case.name, partial(_differentiated, step=step, forest=weighted), step)
         if result is None:
             return None
