@@ -16,6 +16,7 @@ from typer.core import TyperCommand, TyperOption
 
 from agentjet import __version__
 from agentjet.cli import (
+    Json,
     Override,
     aligned,
     checkpoints,
@@ -97,7 +98,7 @@ def demo(
 # ---- recipes ---------------------------------------------------------------------------------------------------------
 
 recipes_app = typer.Typer(
-    name="recipes", help="List the algorithms of training; show the formula and parameters of one."
+    name="recipes", help="List the algorithms of training; show the formula and parameters of one; check yours."
 )
 
 
@@ -135,6 +136,75 @@ def show_recipe(name: Annotated[str, Argument(metavar="NAME", help="A recipe, or
     found = sorted(parameters(recipe), key=lambda one: one in shared)  # First what makes this recipe different.
     for parameter, default, kind, meaning in found:
         print_text(f"{f'{parameter} = {default}':<30} # {kind}. {meaning}")
+
+
+@recipes_app.command("check")
+def check_recipe(
+    name: Annotated[
+        str,
+        Argument(metavar="RECIPE", help="FILE.py:CLASS, package.module:CLASS or a name; CLASS may be a PolicyLoss."),
+    ],
+    parameter: Annotated[
+        list[str] | None,
+        Option("--set", metavar="PARAMETER=VALUE", help="Set a parameter of the recipe; can be repeated."),
+    ] = None,
+    hook_timeout: Annotated[
+        float | None, Option(min=0.001, help="Seconds that a call may take; default: that of server.hook_timeout.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Check a recipe without a server and a model: run all its hooks on small batches.
+
+    Prints what the recipe makes of a group of episodes, and one line for each hook: shapes, finite numbers, gradients,
+    equal results for equal input, time. A PolicyLoss is checked within `grpo`. Exit code 1 if something is wrong.
+    """
+    import json
+    from dataclasses import asdict
+
+    from agentjet.config.loader import parse_config, parse_overrides
+    from agentjet.recipes.check import check
+    from agentjet.recipes.hooks import HOOK_SECONDS
+
+    path = _import_path(name)
+    prefix = "job.recipe.loss" if _is_loss(path) else "job.recipe"
+    settings: dict[str, Any] = {f"{prefix}.name": path, "job.group_size": 64}  # No smallest group is refused.
+    for key, value in parse_overrides(parameter or []):
+        settings[f"{prefix}.{key.removeprefix('job.recipe.')}"] = value
+    report = check(parse_config(settings).job.recipe, hook_timeout or HOOK_SECONDS)
+    if as_json:
+        typer.echo(json.dumps({"ok": report.ok, **asdict(report)}, indent=2))
+    else:
+        print_text(str(report))
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+def _import_path(name: str) -> str:
+    """Returns a name of `recipes check` for a server. The folder of a file becomes one from which modules come."""
+    file, _, kind = name.rpartition(":")
+    path = Path(file or name)
+    if path.suffix != ".py":
+        return name
+    if not path.is_file():
+        raise ConfigError(f"{str(path)!r}: there is no such file")
+    if not file:
+        raise ConfigError(f"{name!r} names no class: write {name}:CLASS")
+    sys.path.insert(0, str(path.parent.resolve()))
+    known = sys.modules.get(path.stem)
+    if known is not None and Path(getattr(known, "__file__", None) or "").resolve() != path.resolve():
+        raise ConfigError(f"{file!r} has the name of another module, {path.stem}: rename the file")
+    return f"{path.stem}:{kind}"
+
+
+def _is_loss(path: str) -> bool:
+    """True for the import path of a `PolicyLoss`. The errors of others come with the recipe."""
+    from agentjet.recipes import registry
+    from agentjet.recipes.losses import PolicyLoss
+
+    try:
+        return ":" in path and bool(registry.load(path, PolicyLoss))
+    except ValueError:
+        return False
 
 
 def summary(recipe: type[Recipe]) -> str:

@@ -310,8 +310,8 @@ def loss(recipe: Recipe, logp: Tensor, columns: Mapping[str, Tensor]) -> tuple[T
         raise _wrong(recipe, hook, "returned losses without gradient: compute them from `logp`, without `detach`")
     kinds = type(recipe), type(getattr(recipe, "loss", None))
     if kinds not in _CHECKED and any(map(is_plug_in, kinds)):
-        _CHECKED.add(kinds)
         _check_terms(recipe, hook, logp, columns)
+        _CHECKED.add(kinds)
     return loss, metrics
 
 
