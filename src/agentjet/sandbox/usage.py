@@ -54,6 +54,7 @@ class Cgroup:
                 write(folder / "memory.swap.max", "0")
                 write(folder / "memory.oom.group", "1")
             else:
+                write(folder / "memory.kmem.tcp.limit_in_bytes", str(memory))  # Buffers of TCP count apart.
                 write(folder / "memory.memsw.limit_in_bytes", str(memory))
 
     def add(self, pid: int) -> None:
@@ -143,11 +144,10 @@ def descendants(first: int) -> list[int]:
 
 def memory_of(pids: Iterable[int], *, shared_once: bool) -> int:
     """Bytes in memory of these processes. Shares of forked processes count once with `shared_once`, which is slow."""
-    name, fields = (
-        ("smaps_rollup", ("Pss_Anon:", "Pss_Shmem:")) if shared_once else ("status", ("RssAnon:", "RssShmem:"))
-    )
+    every = [("status", ("VmPTE:", "VmSwap:"))]  # Page tables, and what is swapped out.
+    every += [("smaps_rollup", ("Pss_Anon:", "Pss_Shmem:")) if shared_once else ("status", ("RssAnon:", "RssShmem:"))]
     total = 0
-    for pid in pids:
+    for pid, (name, fields) in itertools.product(pids, every):
         with suppress(OSError), open(f"/proc/{pid}/{name}", encoding="ascii", errors="replace") as file:
             total += sum(int(line.split()[1]) for line in file if line.startswith(fields))
     return total * 1024
