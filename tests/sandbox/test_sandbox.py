@@ -11,9 +11,9 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +23,7 @@ import pytest
 from agentjet import sandbox as package
 from agentjet.client.command import CapturedProcess
 from agentjet.errors import ConfigError
-from agentjet.sandbox import Limits, Sandbox, attempts
+from agentjet.sandbox import Limits, Sandbox, attempts, clean_up
 from agentjet.sandbox.check import FLAGS, reason_of
 from agentjet.sandbox.filter import MACHINES, filter_program
 from agentjet.sandbox.proxy import ModelProxy, _Connection, refusal
@@ -125,6 +125,16 @@ def test_what_it_wrote_belongs_to_the_caller(tmp_path: Path) -> None:
     for path in (tmp_path, *tmp_path.rglob("*")):
         assert path.lstat().st_uid == os.getuid()
     assert os.getuid() or not (tmp_path / "given").stat().st_mode & 0o6000
+
+
+@needed
+def test_a_deep_folder_is_removed(tmp_path: Path) -> None:
+    """`TemporaryDirectory` raised a RecursionError, and the episode was lost."""
+    place = tempfile.TemporaryDirectory(dir=tmp_path, ignore_cleanup_errors=True)
+    program = "import os\nfor _ in range(1200): os.mkdir('d'); os.chdir('d')"
+    run(Sandbox(folder=Path(place.name)), sys.executable, "-c", program)
+    clean_up(place)
+    assert list(tmp_path.iterdir()) == []
 
 
 @needed
