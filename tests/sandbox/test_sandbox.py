@@ -23,7 +23,7 @@ import pytest
 from agentjet import sandbox as package
 from agentjet.client.command import CapturedProcess
 from agentjet.errors import ConfigError
-from agentjet.sandbox import Limits, Sandbox, attempts, clean_up
+from agentjet.sandbox import Limits, Sandbox, attempts, clean_up, usage
 from agentjet.sandbox.check import FLAGS, reason_of
 from agentjet.sandbox.filter import MACHINES, filter_program
 from agentjet.sandbox.proxy import ModelProxy, _Connection, refusal
@@ -113,6 +113,16 @@ def test_memory_is_limited_without_a_cgroup(tmp_path: Path, monkeypatch: pytest.
     assert "64 MiB of memory" in run(sandbox, "sh", "-c", many).excess
     hidden_memory = "import os; os.memfd_create('x')"
     assert "not implemented" in run(sandbox, sys.executable, "-c", hidden_memory).text("stderr")
+
+
+def test_cgroups_of_killed_processes_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left, own = tmp_path / f"{usage.NAME}{2**22 + 1}-0", tmp_path / f"{usage.NAME}{os.getpid()}-0"
+    for folder in (left, own):
+        folder.mkdir()
+    monkeypatch.setattr(usage, "places", lambda: [(2, {"memory": tmp_path})])
+    usage.remove_left.cache_clear()
+    usage.remove_left(os.getpid())
+    assert own.exists() and not left.exists()
 
 
 @needed

@@ -32,6 +32,7 @@ class Cgroup:
     @classmethod
     def make(cls, memory: int) -> Cgroup | None:
         """Returns None where this process may not make one that limits memory."""
+        remove_left(os.getpid())
         name = f"{NAME}{os.getpid()}-{next(NUMBERS)}"
         for version, parents in places():
             made = cls({}, version)
@@ -125,6 +126,17 @@ def places() -> list[tuple[int, dict[str, Path]]]:
         folders = (place(""), place("").parent)
         return [(2, {"memory": folder}) for folder in folders if (folder / "cgroup.procs").exists()]
     return []
+
+
+@functools.cache
+def remove_left(process: int) -> None:
+    """Removes the folders of processes that were killed, once in each process. Folders in use cannot be removed."""
+    for _, parents in places():
+        for left in (left for parent in parents.values() for left in parent.glob(f"{NAME}*")):
+            owner = left.name.removeprefix(NAME).partition("-")[0]
+            with suppress(OSError):
+                if not Path("/proc", owner).exists():
+                    left.rmdir()
 
 
 def descendants(first: int) -> list[int]:
