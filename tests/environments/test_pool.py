@@ -76,6 +76,7 @@ def wait_for(is_met: Any) -> None:
         ("refuses_to_end", {"seconds": 0.3}, "it did not end within 0.3 s and was ended"),
         ("prints_much", {}, "it printed more than 16 MiB in one episode and was ended: print less"),
         ("writes_everywhere", {}, "its process sent something else than an answer"),
+        ("nests_deeply", {}, "its process sent something else than an answer"),
         ("closes_everything", {}, "its process ended with exit code"),
         ("huge_answer", {}, "its answer has 70 MiB, and 64 are allowed"),
         ("uses_memory", {"memory": 280}, "it used more than 280 MiB of memory and was ended: use less"),

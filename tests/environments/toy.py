@@ -125,10 +125,10 @@ def _print_much() -> None:
         print("x" * 1_000_000)
 
 
-def _write_to_every_descriptor() -> None:
+def _write_to_every_descriptor(line: bytes = b"{}\n") -> None:
     for descriptor in range(3, 20):
         with suppress(OSError):
-            os.write(descriptor, b"{}\n")
+            os.write(descriptor, line)
     time.sleep(600)
 
 
@@ -178,6 +178,7 @@ MISBEHAVIOUR: dict[str, Callable[[], Any]] = {
     "kills_parent": lambda: os.kill(os.getppid(), signal.SIGKILL) or time.sleep(600),
     "prints_much": _print_much,
     "writes_everywhere": _write_to_every_descriptor,
+    "nests_deeply": lambda: _write_to_every_descriptor(b"[" * 50_000 + b"\n"),
     "closes_everything": _close_everything,
     "closes_output": _close_output,
     "huge_answer": lambda: Reward(1.0, metrics={"x" * (70 << 20): 1.0}),

@@ -279,6 +279,7 @@ KERNEL = {
     "mount": 'call(165, 40, b"none", b"/tmp", b"tmpfs", 0, 0); got("mounted")',
     "bind mount": 'call(165, 40, b"/", b"/tmp", None, 4096, 0); got("mounted")',
     "new mount calls": 'call(430, 430, b"tmpfs", 0); got("opened")',
+    "newest mount call": 'call(467, 467, -100, b"/", 0, bytes(32), 32); got("opened")',
     "clone a mount": 'call(428, 428, -100, b"/", 1); got("opened")',
     "unmount": 'call(166, 39, b"/proc", 2); got("unmounted")',
     "change the root": 'os.chroot("."); got("changed")',
@@ -414,6 +415,18 @@ for _ in range(8):
     place = libc.shmat(there, None, 0)
     ctypes.memset(place, 1, 32 << 20); libc.shmdt(ctypes.c_void_p(place))
 time.sleep(1); got("attached")
+""",
+    "memory of semaphores": """
+n = 0
+while n < 64 and libc.semget(0, 32000, 0o1600) >= 0: n += 1
+time.sleep(1); n > 40 and got(n)
+""",
+    "memory of page tables": """
+libc.mmap.restype, libc.mmap.argtypes = ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_size_t] + [ctypes.c_int] * 3
+there = libc.mmap(None, 64 << 30, 1, 0x4022, -1)
+libc.madvise(ctypes.c_void_p(there), ctypes.c_size_t(64 << 30), 15)
+for offset in range(0, 64 << 30, 2 << 20): ctypes.string_at(there + offset, 1)
+time.sleep(1); got("mapped")
 """,
     "memory of pipes": """
 pipes = []

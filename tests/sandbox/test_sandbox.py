@@ -8,23 +8,26 @@ import asyncio
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from dataclasses import replace
 from pathlib import Path
 
+import h11
 import pytest
 
 from agentjet import sandbox as package
 from agentjet.client.command import CapturedProcess
 from agentjet.errors import ConfigError
-from agentjet.sandbox import Limits, Sandbox, attempts
+from agentjet.sandbox import Limits, Sandbox, attempts, clean_up, usage
 from agentjet.sandbox.check import FLAGS, reason_of
 from agentjet.sandbox.filter import MACHINES, filter_program
-from agentjet.sandbox.proxy import refusal
-from agentjet.sandbox.sandbox import hidden, programs
+from agentjet.sandbox.proxy import ModelProxy, _Connection, refusal
+from agentjet.sandbox.sandbox import copy_public, etc_copy, hidden, programs
 from tests.sandbox.attempts import ATTEMPTS, BARE, attempt_all
 
 needed = pytest.mark.needs("bubblewrap")
@@ -112,6 +115,16 @@ def test_memory_is_limited_without_a_cgroup(tmp_path: Path, monkeypatch: pytest.
     assert "not implemented" in run(sandbox, sys.executable, "-c", hidden_memory).text("stderr")
 
 
+def test_cgroups_of_killed_processes_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left, own = tmp_path / f"{usage.NAME}{2**22 + 1}-0", tmp_path / f"{usage.NAME}{os.getpid()}-0"
+    for folder in (left, own):
+        folder.mkdir()
+    monkeypatch.setattr(usage, "places", lambda: [(2, {"memory": tmp_path})])
+    usage.remove_left.cache_clear()
+    usage.remove_left(os.getpid())
+    assert own.exists() and not left.exists()
+
+
 @needed
 def test_what_it_wrote_belongs_to_the_caller(tmp_path: Path) -> None:
     (tmp_path / "given").write_text("1")
@@ -122,6 +135,16 @@ def test_what_it_wrote_belongs_to_the_caller(tmp_path: Path) -> None:
     for path in (tmp_path, *tmp_path.rglob("*")):
         assert path.lstat().st_uid == os.getuid()
     assert os.getuid() or not (tmp_path / "given").stat().st_mode & 0o6000
+
+
+@needed
+def test_a_deep_folder_is_removed(tmp_path: Path) -> None:
+    """`TemporaryDirectory` raised a RecursionError, and the episode was lost."""
+    place = tempfile.TemporaryDirectory(dir=tmp_path, ignore_cleanup_errors=True)
+    program = "import os\nfor _ in range(1200): os.mkdir('d'); os.chdir('d')"
+    run(Sandbox(folder=Path(place.name)), sys.executable, "-c", program)
+    clean_up(place)
+    assert list(tmp_path.iterdir()) == []
 
 
 @needed
@@ -137,6 +160,32 @@ def test_it_sees_only_what_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert not {"/root", "/home", "/var", "/run", "/sys"}.intersection(lines) - {"/root", "/home"}
     assert {str(folder), str(other), "A=1", f"HOME={folder}"} <= set(lines)
     assert not [line for line in lines if "SECRET" in line or "secret" in line]
+
+
+def test_the_copy_of_etc_has_no_file_that_others_may_not_read(tmp_path: Path) -> None:
+    """Fedora has private keys below /etc/pki. Root can read them, and the copies are for all."""
+    source = tmp_path / "pki"
+    (source / "private").mkdir(parents=True)
+    for name, mode in (("open", 0o644), ("key", 0o600), ("private/key", 0o644)):
+        (source / name).write_text("1")
+        (source / name).chmod(mode)
+    (source / "private").chmod(0o700)
+    (source / "link").symlink_to("key")
+    copy_public(source, tmp_path / "copy")
+    copy_public(source / "key", tmp_path / "key")
+    assert sorted(path.name for path in (tmp_path / "copy").iterdir()) == ["link", "open"]
+    assert not (tmp_path / "key").exists()
+
+
+def test_the_copy_of_etc_is_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """systemd removes old files of /tmp, and a container with the same /tmp does not see the owner's process."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("agentjet.sandbox.sandbox.ETC", ("hosts",))
+    monkeypatch.setattr("atexit.register", lambda function: None)
+    of_other_container, left = etc_copy(2**22 + 1), tmp_path / f"agentjet-sandbox-etc-{2**22 + 2}-x"
+    left.mkdir()
+    etc_copy(os.getpid())
+    assert of_other_container.exists() and not left.exists()
 
 
 @needed
@@ -278,6 +327,29 @@ def test_what_the_proxy_forwards(target: bytes, method: bytes, allowed: tuple[st
     assert (refusal(target, method, [], allowed) == "") is gets_through
 
 
+@pytest.mark.anyio
+async def test_each_chunk_is_one_turn_of_the_loop() -> None:
+    """The watch of all sandboxes runs between two chunks: else one program delays the limits of all others."""
+    reader, writer = await asyncio.open_connection(sock=(pair := socket.socketpair())[0])
+    connection = _Connection(ModelProxy("http://127.0.0.1:9/v1", ("/v1",)), reader, writer)
+    head = b"POST /v1/x HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+    reader.feed_data(head + b"1\r\nx\r\n" * 1000 + b"0\r\n\r\n")
+
+    async def read() -> int:
+        num_events = 1
+        while not isinstance(await connection._received(), h11.EndOfMessage):
+            num_events += 1
+        return num_events
+
+    reading, num_turns = asyncio.create_task(read()), 0
+    while not reading.done():
+        await asyncio.sleep(0)
+        num_turns += 1
+    assert num_turns >= reading.result() == 1002
+    writer.close()
+    pair[1].close()
+
+
 # ---- what is wrong ---------------------------------------------------------------------------------------------------
 
 
@@ -359,9 +431,11 @@ def test_a_folder_that_only_root_reads(tmp_path: Path) -> None:
             sandbox.check()
 
 
-@pytest.mark.parametrize("changes", [{"memory": 0}, {"cpu_seconds": -1.0}, {"processes": 0}])
+@pytest.mark.parametrize("changes", [{"memory": 0}, {"memory": 2**63}, {"cpu_seconds": -1.0}, {"processes": 0}])
 def test_a_limit_that_is_no_limit(changes: dict[str, int]) -> None:
-    with pytest.raises(ConfigError, match=f"limit {next(iter(changes))} = .*: give a positive number, or None"):
+    with pytest.raises(
+        ConfigError, match=f"limit {next(iter(changes))} = .*: give a number above 0 and below 2\\*\\*63, or None"
+    ):
         Limits(**changes)  # type: ignore[arg-type]
 
 

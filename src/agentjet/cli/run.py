@@ -94,7 +94,8 @@ def run(
         ),
     ] = False,
     memory: Annotated[
-        float | None, Option(min=0.05, metavar="GIB", help="With --sandbox: memory of a program; default: 4.")
+        float | None,
+        Option(min=0.05, max=2**20, metavar="GIB", help="With --sandbox: memory of a program; default: 4."),
     ] = None,
     as_json: Json = False,
 ) -> None:

@@ -285,10 +285,13 @@ class Command:
         return [fill_placeholders(word, task.payload) for word in self.arguments]
 
     async def __call__(self, task: Task, episode: AsyncEpisode) -> Returned:
-        with tempfile.TemporaryDirectory(prefix="agentjet-", ignore_cleanup_errors=True) as place:
-            result = await self._run(task, episode, Path(place))
+        place = tempfile.TemporaryDirectory(prefix="agentjet-", ignore_cleanup_errors=True)
+        try:
+            result = await self._run(task, episode, Path(place.name))
             reward = await in_thread(self.score, task.payload, result)
             return await reward if inspect.isawaitable(reward) else reward
+        finally:
+            sandboxes.clean_up(place)
 
     async def _run(self, task: Task, episode: AsyncEpisode, place: Path) -> Result:
         """The result of a program that ended. Raises `CommandFailed` for one that is not scored."""

@@ -24,7 +24,7 @@ from agentjet.client.threads import in_thread
 from agentjet.environments.kind import EnvironmentFailed, Kind
 from agentjet.environments.worker import KILL_SECONDS, MAX_ANSWER
 from agentjet.errors import ConfigError
-from agentjet.sandbox import Limits, Sandbox, SandboxProcess
+from agentjet.sandbox import Limits, Sandbox, SandboxProcess, clean_up
 from agentjet.sandbox.sandbox import check_named
 
 MAX_PRINTED = 16 << 20
@@ -228,7 +228,11 @@ class Worker:
             answer = json.loads(line)
             if answer.keys() & {"result", "error"}:
                 return dict(answer)
-        except (ValueError, AttributeError):  # The process ended, or the library wrote into the pipe of the answers.
+        except (
+            ValueError,
+            RecursionError,
+            AttributeError,
+        ):  # The process ended, or the library wrote into the pipe of the answers.
             pass
         raise EnvironmentFailed(self._reason(bool(line)))
 
@@ -290,4 +294,4 @@ class Worker:
         for pipe in (self._orders, self._answers, self._process.stderr):
             with suppress(OSError):
                 pipe.close()  # type: ignore[union-attr]
-        self._folder.cleanup()
+        clean_up(self._folder)

@@ -1,7 +1,7 @@
 """Isolated places for untrusted code: bubblewrap with Landlock beneath."""
 
 from agentjet.sandbox.check import attempts, holds, missing
-from agentjet.sandbox.process import AsyncProcess, SandboxProcess
+from agentjet.sandbox.process import AsyncProcess, SandboxProcess, clean_up
 from agentjet.sandbox.sandbox import Limits, Sandbox, origin_of, programs
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "SandboxProcess",
     "Sandbox",
     "attempts",
+    "clean_up",
     "holds",
     "missing",
     "origin_of",

@@ -21,6 +21,7 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -343,6 +344,14 @@ def change_owner(folder: Path, uid: int, gid: int, *, of: int | None = None) -> 
     except (OSError, RecursionError):  # It is too deep for Python.
         owner = [] if of is None else [f"--from={of}"]
         subprocess.run(["chown", "-hR", *owner, f"{uid}:{gid}", "--", str(folder)], capture_output=True, check=False)
+
+
+def clean_up(folder: tempfile.TemporaryDirectory[str]) -> None:
+    """Removes a folder that a program wrote to. Raises nothing."""
+    try:
+        folder.cleanup()
+    except (OSError, RecursionError):  # It is too deep for Python.
+        subprocess.run(["rm", "-rf", "--", folder.name], capture_output=True, check=False)
 
 
 @dataclass(slots=True)

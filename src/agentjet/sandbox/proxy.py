@@ -137,15 +137,17 @@ class _Connection:
         if self.program.they_are_waiting_for_100_continue:
             await self._write(h11.InformationalResponse(status_code=100, headers=[]))
         event: h11.Event | None = None
-        while not isinstance(event, h11.EndOfMessage | h11.ConnectionClosed):
-            event = await self._received()
-            # A server may answer, and close, before it has read the body.
-            with suppress(OSError, h11.LocalProtocolError):
+        try:
+            while not isinstance(event, h11.EndOfMessage | h11.ConnectionClosed):
+                event = await self._received()
                 if isinstance(event, h11.Data):
                     writer.write(server.send(h11.Data(data=event.data)) or b"")
                 elif isinstance(event, h11.EndOfMessage):
                     writer.write(server.send(h11.EndOfMessage()) or b"")
                 await writer.drain()
+        except (OSError, h11.LocalProtocolError):  # A server may answer, and close, before it has read the body.
+            await self._discard()
+            return
         waiting = 0
         while waiting < MAX_HEAD_BYTES and (content := await self.reader.read(CHUNK_BYTES)):
             self.program.receive_data(content)  # The next request, before this one's answer.
@@ -172,6 +174,7 @@ class _Connection:
 
     async def _received(self) -> h11.Event:
         """The next event of the program. Raises `h11.RemoteProtocolError`."""
+        await asyncio.sleep(0)  # A body of small chunks is many events: the watch of all sandboxes runs between them.
         while (event := self.program.next_event()) is h11.NEED_DATA:
             self.program.receive_data(await self.reader.read(CHUNK_BYTES))
         assert not isinstance(event, type)  # Requests are read one by one, so it is never PAUSED.
@@ -191,11 +194,11 @@ class _Connection:
         await self._write(h11.Response(status_code=status, headers=headers))
         await self._write(h11.Data(data=body))
         await self._write(h11.EndOfMessage())
+        self.writer.write_eof()
         with suppress(TimeoutError):  # A close with unread input would reset the connection before the answer is read.
             await asyncio.wait_for(self._discard(), DISCARD_SECONDS)
 
     async def _discard(self) -> None:
-        self.writer.write_eof()
         while await self.reader.read(CHUNK_BYTES):
             pass
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import fcntl
 import functools
 import os
 import pwd
@@ -74,8 +75,10 @@ class Limits:
     def __post_init__(self) -> None:
         for name in self.__slots__:
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigError(f"the sandbox's limit {name} = {value!r}: give a positive number, or None")
+            if value is not None and not 0 < value < 2**63:
+                raise ConfigError(
+                    f"the sandbox's limit {name} = {value!r}: give a number above 0 and below 2**63, or None"
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,8 +235,11 @@ def etc_copy(process: int) -> Path:
         owner = left.name.removeprefix(begin).partition("-")[0]
         with suppress(OSError):  # Another process may have removed it.
             if left.stat().st_uid == os.getuid() and not Path("/proc", owner).exists():
+                os.close(locked(left))
                 shutil.rmtree(left, ignore_errors=True)
     place = Path(tempfile.mkdtemp(prefix=f"{begin}{process}-"))
+    with suppress(OSError):  # A file system without locks.
+        locked(place)  # Until this process ends.
 
     def remove() -> None:
         if os.getpid() == process:  # Not in a fork.
@@ -241,13 +247,8 @@ def etc_copy(process: int) -> Path:
 
     atexit.register(remove)
     for name in ETC:
-        source, target = Path("/etc", name), place / name
-        with suppress(OSError, shutil.Error):  # What this user may not read is left out.
-            if source.is_dir():
-                shutil.copytree(source, target, symlinks=True)
-            elif source.is_file():
-                target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(source, target)
+        with suppress(OSError, shutil.Error):
+            copy_public(Path("/etc", name), place / name)
     users = [*USERS, 0] if os.getuid() == 0 else [os.getuid()]
     users_of = {uid: USER if uid else "root" for uid in users} | {65534: "nobody"}
     (place / "passwd").write_text("".join(f"{name}:x:{uid}:{uid}::/tmp:/bin/sh\n" for uid, name in users_of.items()))
@@ -255,6 +256,35 @@ def etc_copy(process: int) -> Path:
     for path in (place, *(path for path in place.rglob("*") if not path.is_symlink())):
         path.chmod(0o755 if path.is_dir() else 0o644)
     return place
+
+
+def locked(folder: Path) -> int:
+    """A descriptor that locks a folder. Raises `OSError` if another one does.
+
+    It keeps away processes in other containers with the same `/tmp`, and systemd, which removes old files there.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def copy_public(source: Path, target: Path) -> None:
+    """Copies what every user may read: root could read private keys, such as those below `/etc/pki`."""
+
+    def closed(folder: str, names: list[str]) -> set[str]:
+        return {name for name in names if not Path(folder, name).lstat().st_mode & stat.S_IROTH}
+
+    if not source.stat().st_mode & stat.S_IROTH:
+        return
+    if source.is_dir():
+        shutil.copytree(source, target, symlinks=True, ignore=closed)
+    elif source.is_file():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, target)
 
 
 def is_free(path: str) -> bool:

@@ -32,6 +32,7 @@ class Cgroup:
     @classmethod
     def make(cls, memory: int) -> Cgroup | None:
         """Returns None where this process may not make one that limits memory."""
+        remove_left(os.getpid())
         name = f"{NAME}{os.getpid()}-{next(NUMBERS)}"
         for version, parents in places():
             made = cls({}, version)
@@ -54,6 +55,7 @@ class Cgroup:
                 write(folder / "memory.swap.max", "0")
                 write(folder / "memory.oom.group", "1")
             else:
+                write(folder / "memory.kmem.tcp.limit_in_bytes", str(memory))  # Buffers of TCP count apart.
                 write(folder / "memory.memsw.limit_in_bytes", str(memory))
 
     def add(self, pid: int) -> None:
@@ -126,6 +128,17 @@ def places() -> list[tuple[int, dict[str, Path]]]:
     return []
 
 
+@functools.cache
+def remove_left(process: int) -> None:
+    """Removes the folders of processes that were killed, once in each process. Folders in use cannot be removed."""
+    for _, parents in places():
+        for left in (left for parent in parents.values() for left in parent.glob(f"{NAME}*")):
+            owner = left.name.removeprefix(NAME).partition("-")[0]
+            with suppress(OSError):
+                if not Path("/proc", owner).exists():
+                    left.rmdir()
+
+
 def descendants(first: int) -> list[int]:
     """The processes below `first`, without it."""
     found: list[int] = []
@@ -143,11 +156,10 @@ def descendants(first: int) -> list[int]:
 
 def memory_of(pids: Iterable[int], *, shared_once: bool) -> int:
     """Bytes in memory of these processes. Shares of forked processes count once with `shared_once`, which is slow."""
-    name, fields = (
-        ("smaps_rollup", ("Pss_Anon:", "Pss_Shmem:")) if shared_once else ("status", ("RssAnon:", "RssShmem:"))
-    )
+    every = [("status", ("VmPTE:", "VmSwap:"))]  # Page tables, and what is swapped out.
+    every += [("smaps_rollup", ("Pss_Anon:", "Pss_Shmem:")) if shared_once else ("status", ("RssAnon:", "RssShmem:"))]
     total = 0
-    for pid in pids:
+    for pid, (name, fields) in itertools.product(pids, every):
         with suppress(OSError), open(f"/proc/{pid}/{name}", encoding="ascii", errors="replace") as file:
             total += sum(int(line.split()[1]) for line in file if line.startswith(fields))
     return total * 1024
