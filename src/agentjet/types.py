@@ -39,6 +39,8 @@ ESCAPED_BYTE = b"\xff\xff\xff\xff"
 
 MAX_NAME = 256
 """Maximum characters of a task id and of a task set's name."""
+MAX_NUMBERS = 64
+"""Maximum metrics of an episode, and maximum roles with rewards."""
 MAX_REWARD_TEXT = 10_000
 """Maximum characters of the text of a reward."""
 LARGEST = 1e12
@@ -91,6 +93,9 @@ class Reward:
             "by_call": _checked_map(self.by_call, "by_call"),
             "text": _checked_text(self.text),
         }
+        for name, numbers in (("by_role", self.by_role), ("metrics", self.metrics)):
+            if len(numbers) > MAX_NUMBERS:
+                raise invalid_reward(f"{name} has {len(numbers)} names: {MAX_NUMBERS} are allowed", name)
         if "" in self.metrics:
             raise invalid_reward("metrics has an empty name: give each metric a name", "metrics")
         if len(self.text) > MAX_REWARD_TEXT:

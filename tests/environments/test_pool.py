@@ -16,14 +16,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from agentjet import environments
+from agentjet.cli.env import kinds
 from agentjet.client.episode import AsyncEpisode, Endpoint
-from agentjet.environments import Environment, EnvironmentFailed, EnvironmentTask, Kind, Model
+from agentjet.environments import Environment, EnvironmentFailed, EnvironmentTask, Kind, Model, registry
 from agentjet.errors import AgentJetError, ConfigError
 from agentjet.protocol import BeginRequest
 from agentjet.types import Reward
@@ -79,6 +81,7 @@ def wait_for(is_met: Any) -> None:
         ("nests_deeply", {}, "its process sent something else than an answer"),
         ("closes_everything", {}, "its process ended with exit code"),
         ("huge_answer", {}, "its answer has 70 MiB, and 64 are allowed"),
+        ("many_metrics", {}, "metrics has 65 names: 64 are allowed"),
         ("uses_memory", {"memory": 280}, "it used more than 280 MiB of memory and was ended: use less"),
         ("leaves_process_and_ends", {}, "its process ended with exit code 5"),
     ],
@@ -100,9 +103,51 @@ def test_an_episode_changes_nothing_for_the_next_one(tmp_path: Path, monkeypatch
             assert play(environment).metrics == {"left": 0.0, "moved": 0.0}
     with load("closes_output", processes=1) as environment:
         assert [play(environment).value for _ in range(2)] == [1.0, 1.0]
+    with load("removes_folder", processes=1) as environment:
+        assert [play(environment).value for _ in range(2)] == [1.0, 1.0]
     with load("leaves_process", processes=1) as environment:
         assert play(environment).value == 1.0
         assert not is_running(int((tmp_path / "left.pid").read_text()))
+
+
+def test_a_process_that_used_too_much_memory_is_not_used_again() -> None:
+    with load("uses_memory", processes=1, memory=280) as environment:
+        for _ in range(3):
+            with pytest.raises(EnvironmentFailed, match="it used more than 280 MiB of memory and was ended"):
+                play(environment)
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [
+        ("nothing", "`reset` of the world returned None: return an Observation"),
+        ("number_as_text", "the text of an observation is 12: give a text"),
+        ("no_reward", "the reward of a turn is None"),
+        ("text_as_actions", "the actions of an observation are 'abc': give a list of texts"),
+        ("numbers_as_actions", r"the actions of an observation are \[1, 2\]: give a list of texts"),
+        ("generated_actions", "the actions of an observation are <generator .*: give a list of texts"),
+        ("list_as_schema", r"the schema of an observation is \[1\]: give a dict"),
+        ("no_metrics", "the metrics of an observation is None: give a dict"),
+    ],
+)
+def test_an_observation_of_another_type_is_named(what: str, reason: str) -> None:
+    game = environments.load(f"{TOY}/Misobserving:{what}", held_out=0)
+    with game, pytest.raises(EnvironmentFailed, match=reason):
+        play(game)
+
+
+@pytest.mark.parametrize(
+    "code", ["raise RuntimeError('boom')", "def x(:", "raise SystemExit(2)", "import no_such_module"]
+)
+def test_a_kind_that_cannot_be_imported(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_kind.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    entry = EntryPoint("broken", "broken_kind:Kind", registry.GROUP)
+    monkeypatch.setattr(registry, "entry_points", lambda group: [entry])
+    with pytest.raises(ConfigError, match="the kind 'broken' cannot be loaded from broken_kind:Kind: "):
+        environments.load("broken:x")
+    rows = {row["name"]: row["problem"] for row in kinds()}
+    assert rows["broken"].startswith("the kind 'broken' cannot be loaded"), "the others are listed, too"
 
 
 def test_a_cancelled_episode_ends_its_process_and_frees_its_place() -> None:
@@ -165,6 +210,9 @@ def below(pid: int) -> list[int]:
         (f"{TOY}/Corridor", {"seconds": 0}, "seconds = 0: Input should be greater than 0"),
         (f"{TOY}/Unloadable", {}, "need the package no-such-package: pip install 'no-such-package>=2'"),
         (f"{TOY}/OfAnotherVersion", {}, "pydantic 2.* does not fit the kind .*, which needs pydantic>=1,<2"),
+        (f"{TOY}/OfAWrongRequirement", {}, "requires = 'pydantic~=2.0' of .*: write it as 'package>=1,<2'"),
+        (f"{TOY}/ListingOthers", {}, "task 0 of ListingOthers is 'a': yield an EnvironmentTask"),
+        (f"{TOY}/ListingOthers:test", {}, "has the split 'test': give 'train', 'held_out' or nothing"),
         (f"{TOY}/WithoutProgram", {}, "need the program no-such-program: apt-get install no-such-program"),
         (f"{TOY}/Listing", {}, "Listing has no tasks"),
         (f"{TOY}/Listing", {"ids": [""]}, "task 0 of Listing has the id '': give each task a text"),

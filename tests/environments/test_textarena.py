@@ -6,6 +6,7 @@ self-play with a role for each side. 3. Games that cannot be played are an error
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import zlib
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 
 from agentjet import environments
+from agentjet.cli.env import turns
 from agentjet.errors import AgentJetError, ConfigError
 from tests.environments.test_training import client
 from tests.fakes import saying
@@ -70,10 +72,12 @@ async def test_both_sides_are_the_policy_in_roles(tmp_path: Path) -> None:
     with environments.load("textarena:TicTacToe-v0", **settings) as environment:
         async with serving(tmp_path / "data", saying(a_move)) as served, client(served) as swarm:
             async with swarm.episode(environment.tasks[0].id) as episode:
-                reward = await environment.agent(environment.tasks[0], episode)
+                played = await environment.play(environment.tasks[0], episode, with_actions=True)
+                reward = played.reward
                 await episode.finish(reward)
-            roles = {call.role for call in (await swarm.episode_tree(episode.id)).calls}
-    assert roles == {"player_0", "player_1"}
+            shown = list(turns(await swarm.episode_tree(episode.id), played))
+    assert [turn["role"] for turn in shown[:4]] == ["player_0", "player_1"] * 2, "in the order of the game"
+    assert all(json.loads(turn["answer"]["content"]) in turn["actions"] for turn in shown), "its own actions"
     assert sum(reward.by_role.values()) == 0.0 and reward.value == 1.0
     assert isinstance(reward.by_turn, dict)
     assert {name: turns[-1] for name, turns in reward.by_turn.items()} == reward.by_role

@@ -79,6 +79,17 @@ class Listing(Kind):
         return Reward(1.0)
 
 
+class ListingOthers(Listing):
+    """Lists what is not a task: its target is a split, or empty."""
+
+    def tasks(self) -> Iterator[EnvironmentTask]:
+        yield EnvironmentTask("a", {}, self.target) if self.target else "a"  # type: ignore[arg-type, misc]
+
+
+class OfAWrongRequirement(Listing):
+    requires = "pydantic~=2.0"
+
+
 class Unloadable(Listing):
     requires = "no-such-package>=2"
 
@@ -187,6 +198,49 @@ MISBEHAVIOUR: dict[str, Callable[[], Any]] = {
     "changes_all": _change_all,
     "uses_memory": _use_memory,
 }
+
+
+def _remove_folder() -> Reward:
+    os.rmdir(Path.cwd())
+    return Reward(1.0)
+
+
+MISBEHAVIOUR["removes_folder"] = _remove_folder
+MISBEHAVIOUR["many_metrics"] = lambda: Reward(1.0, metrics={f"m{number}": 1.0 for number in range(65)})
+OBSERVATIONS: dict[str, Callable[[], Any]] = {
+    "nothing": lambda: None,
+    "number_as_text": lambda: Observation(12),  # type: ignore[arg-type]
+    "no_reward": lambda: Observation("a", None),  # type: ignore[arg-type]
+    "text_as_actions": lambda: Observation("a", actions="abc"),
+    "numbers_as_actions": lambda: Observation("a", actions=[1, 2]),  # type: ignore[list-item]
+    "generated_actions": lambda: Observation("a", actions=(word for word in "ab")),  # type: ignore[arg-type]
+    "list_as_schema": lambda: Observation("a", schema=[1]),  # type: ignore[arg-type]
+    "no_metrics": lambda: Observation("a", metrics=None),  # type: ignore[arg-type]
+}
+
+
+class Misobserving(Game):
+    """A game whose target is what its first observation is."""
+
+    def tasks(self) -> Iterator[EnvironmentTask]:
+        yield EnvironmentTask("only", {})
+
+    def world(self, task: EnvironmentTask) -> MisobservedWorld:
+        return MisobservedWorld(self.target)
+
+
+class MisobservedWorld:
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def reset(self) -> Observation:
+        return OBSERVATIONS[self._what]()  # type: ignore[no-any-return]
+
+    def step(self, action: Any) -> Observation:
+        return Observation("", done=True)
+
+    def close(self) -> None:
+        pass
 
 
 class Misbehaving(Kind):

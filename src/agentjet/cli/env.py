@@ -269,7 +269,7 @@ async def played_once(server: Server, environment: Environment, task: Task) -> t
 def turns(tree: EpisodeTree, played: Played | None) -> Iterator[dict[str, Any]]:
     """Yields the calls of an episode with the messages that are new, the valid actions and the reward of the turn."""
     numbers: Counter[str] = Counter()
-    for index, call in enumerate(tree.calls):
+    for index, call in enumerate(sorted(tree.calls, key=lambda call: call.created)):  # The tree has role by role.
         actions = played.actions[index] if played is not None and index < len(played.actions) else None
         yield {
             "role": call.role,

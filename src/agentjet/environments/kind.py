@@ -17,14 +17,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol, get_args
 
 from pydantic import Field
 
 from agentjet.environments.model import ContextFull, Model
 from agentjet.errors import AgentJetError, ConfigError
 from agentjet.section import Section
-from agentjet.types import MAX_NAME, Reward
+from agentjet.types import MAX_NAME, Reward, checked_number, shown
 
 Split = Literal["", "train", "held_out"]
 
@@ -111,6 +111,11 @@ class Kind(Section, ABC):
             if number >= most and not task.split:  # It may be endless; environments with splits are not.
                 break
             where = f"task {number} of {self.target or type(self).__name__}"
+            if not isinstance(task, EnvironmentTask):
+                raise ConfigError(f"{where} is {shown(task)}: yield an EnvironmentTask")
+            if task.split not in get_args(Split):
+                splits = "'train', 'held_out' or nothing"
+                raise ConfigError(f"{where} has the split {task.split!r}: give {splits}")
             if not isinstance(task.id, str) or not task.id:
                 raise ConfigError(f"{where} has the id {task.id!r}: give each task a text that stays the same")
             if len(task.id) > MAX_NAME:
@@ -165,6 +170,18 @@ class Observation:
     why: str = ""
     """Reason for the reward, for people; the last one counts."""
 
+    def __post_init__(self) -> None:
+        """Raises `EnvironmentFailed` naming what is of another type."""
+        checked_number(self.reward, "the reward of a turn")
+        if not isinstance(self.text, str):
+            raise EnvironmentFailed(f"the text of an observation is {shown(self.text)}: give a text")
+        is_list = isinstance(self.actions, Sequence) and not isinstance(self.actions, str)
+        if not (is_list and all(isinstance(action, str) for action in self.actions)):
+            raise EnvironmentFailed(f"the actions of an observation are {shown(self.actions)}: give a list of texts")
+        for name, value in (("schema", self.schema or {}), ("metrics", self.metrics)):
+            if not isinstance(value, Mapping):
+                raise EnvironmentFailed(f"the {name} of an observation is {shown(value)}: give a dict")
+
 
 class World(Protocol):
     """One episode of a game."""
@@ -191,7 +208,7 @@ class Game(Kind):
         The reward is the sum over turns. Each turn's reward is in `by_turn`.
         """
         with closing(self.world(task)) as world:
-            seen = world.reset()
+            seen = observation(world.reset(), "reset")
             messages = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
             rewards: list[float] = []
             metrics, why = dict(seen.metrics), seen.why
@@ -205,8 +222,15 @@ class Game(Kind):
                         raise  # The first observation alone is too long: nothing was played.
                     break
                 messages.append(answer.message)
-                seen = world.step(answer.action)
+                seen = observation(world.step(answer.action), "step")
                 rewards.append(seen.reward)
                 metrics, why = metrics | dict(seen.metrics), seen.why or why
         metrics |= {"turns": len(rewards), "completed": seen.done}
         return Reward(sum(rewards), metrics=metrics, by_turn=rewards, text=why)
+
+
+def observation(seen: Any, method: str) -> Observation:
+    """Raises `EnvironmentFailed` if a world returned something else."""
+    if not isinstance(seen, Observation):
+        raise EnvironmentFailed(f"`{method}` of the world returned {shown(seen)}: return an Observation")
+    return seen

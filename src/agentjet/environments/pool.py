@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 from agentjet.client.command import WITHHELD
 from agentjet.client.threads import in_thread
 from agentjet.environments.kind import EnvironmentFailed, Kind
-from agentjet.environments.worker import KILL_SECONDS, MAX_ANSWER
+from agentjet.environments.worker import ENDED, KILL_SECONDS, MAX_ANSWER
 from agentjet.errors import ConfigError
 from agentjet.sandbox import Limits, Sandbox, SandboxProcess, clean_up
 from agentjet.sandbox.sandbox import check_named
@@ -226,14 +226,13 @@ class Worker:
             raise EnvironmentFailed(f"it did not end within {seconds:g} s and was ended")
         try:
             answer = json.loads(line)
-            if answer.keys() & {"result", "error"}:
-                return dict(answer)
-        except (
-            ValueError,
-            RecursionError,
-            AttributeError,
-        ):  # The process ended, or the library wrote into the pipe of the answers.
-            pass
+            is_answer = bool(answer.keys() & {"result", "error"})
+        except (ValueError, RecursionError, AttributeError):  # It ended, or the library wrote into this pipe.
+            is_answer = False
+        if is_answer and answer.get("wrong") != ENDED:
+            return dict(answer)
+        if is_answer:
+            raise EnvironmentFailed(answer["error"])
         raise EnvironmentFailed(self._reason(bool(line)))
 
     def _end_late(self) -> None:

@@ -50,17 +50,22 @@ def find(name: str) -> type[Kind]:
     module, _, attribute = path.partition(":")
     try:
         found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"the kind {name!r} cannot be loaded from {path}: {error}") from None
+    except (Exception, SystemExit) as error:  # The boundary: a package may raise anything when it is imported.
+        raise ConfigError(f"the kind {name!r} cannot be loaded from {path}: {type(error).__name__}: {error}") from None
     if not (isinstance(found, type) and issubclass(found, Kind)):
         raise ConfigError(f"the kind {name!r} is {found!r}: it must be a subclass of agentjet.environments.Kind")
     return found
 
 
 def requirement(kind: type[Kind]) -> tuple[str, str, str]:
-    """The package that a kind needs, its least version and the version that is too new; empty: none."""
-    match = re.fullmatch(r"([\w.-]+?)(?:>=([\d.]+))?(?:,?<([\d.]+))?", kind.requires)
-    package, least, below = match.groups("") if match is not None else ("", "", "")
+    """The package that a kind needs, its least version and the version that is too new; empty: none.
+
+    Raises `ConfigError` for a requirement of another form.
+    """
+    match = re.fullmatch(r"(?:([\w.-]+?)(?:>=([\d.]+))?(?:,?<([\d.]+))?)?", kind.requires)
+    if match is None:
+        raise ConfigError(f"requires = {kind.requires!r} of {kind.__name__}: write it as 'package>=1,<2'")
+    package, least, below = match.groups("")
     return package, least, below
 
 

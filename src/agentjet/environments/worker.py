@@ -40,6 +40,8 @@ KILL_SECONDS = 10.0
 """Longest attempt to end processes that start new ones."""
 CLOSE_SECONDS = 2.0
 """Time for the environment to remove what outlives processes, such as containers."""
+ENDED = "ended"
+"""What is wrong in the last answer of a process that the outer one ended."""
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 OURS = Path(__file__).parents[1]
 FOLDER = Path.cwd()
@@ -95,7 +97,7 @@ def guard(inner: int, most_memory: int) -> None:
         if uses_more_than(most_memory << 20):
             os.kill(inner, signal.SIGKILL)
             reason = f"it used more than {most_memory} MiB of memory and was ended: use less, or raise memory"
-            os.write(1, _refusal(reason, "environment").encode() + b"\n")
+            os.write(1, _refusal(reason, ENDED).encode() + b"\n")
             break
         ended, status = os.waitpid(-1, os.WNOHANG)
     end_all(inner)
@@ -205,7 +207,7 @@ def _play(kind: Kind, order: Mapping[str, Any]) -> dict[str, Any]:
 def _episode(keeps_processes: bool) -> Iterator[None]:
     """Undoes what an episode changed: the working folder, the environment variables, and processes that it left."""
     variables, processes = dict(os.environ), descendants(os.getpid())
-    os.chdir(FOLDER)
+    _go_home()
     for output in (1, 2):
         try:
             os.fstat(output)
@@ -214,11 +216,16 @@ def _episode(keeps_processes: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        os.chdir(FOLDER)
+        _go_home()
         os.environ.clear()
         os.environ.update(variables)
         if not keeps_processes:
             end_left(processes)
+
+
+def _go_home() -> None:
+    FOLDER.mkdir(exist_ok=True)  # The episode may have removed it.
+    os.chdir(FOLDER)
 
 
 def end_left(kept: Collection[int]) -> None:

@@ -28,7 +28,7 @@ from agentjet.errors import (
     Unprocessable,
     UpstreamFailed,
 )
-from agentjet.types import LARGEST, MAX_NAME, MAX_TEMPERATURE, MIN_TEMPERATURE, beginning
+from agentjet.types import LARGEST, MAX_NAME, MAX_NUMBERS, MAX_TEMPERATURE, MIN_TEMPERATURE, beginning
 
 PREFIX = "/swarm/v1"
 """Start of every path of the control API, with its version."""
@@ -82,7 +82,7 @@ def _as_number(value: object) -> object:
 
 Finite = Annotated[float, BeforeValidator(_as_number), Field(allow_inf_nan=False, strict=True, ge=-LARGEST, le=LARGEST)]
 """A number. `true` is 1 and `false` is 0. Text is refused."""
-NumberMap = Annotated[dict[Name, Finite], Field(max_length=64)]
+NumberMap = Annotated[dict[Name, Finite], Field(max_length=MAX_NUMBERS)]
 MetricMap = Annotated[NumberMap, AfterValidator(_without_empty_name)]
 MAX_CALL_REWARDS = 4096
 CallRewards = Annotated[list[Finite], Field(max_length=MAX_CALL_REWARDS)]
