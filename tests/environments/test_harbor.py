@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
@@ -133,6 +134,7 @@ def test_tasks_and_their_splits_are_the_same_in_every_process(tmp_path: Path) ->
         ("task.toml", "[environment]\ngpus = 1", "environment.gpus is not supported here: Harbor's own backends"),
         ("task.toml", '[[steps]]\nname = "a"', "steps is not supported here"),
         ("task.toml", '[verifier.env]\nKEY = "${KEY}"', "verifier.env, which reads variables of this machine"),
+        ("task.toml", '[environment.env]\n"A=B" = "1"', "environment.env = .*'A=B' is not a name of a variable"),
         ("task.toml", "[metadata.agentjet]\ncommands = [1]", "metadata.agentjet.commands.0 = 1: Input should be a"),
         ("instruction.md", None, "one has no instruction.md"),
         ("instruction.md", "<!-- canary 1 -->\n\n", "instruction.md is empty"),
@@ -170,6 +172,10 @@ def test_a_wrong_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target:
         ({"dockerfile": "FROM debian\nADD https://example.org/x /app/\n"}, "ADD https://example.org/x /app/"),
         ({"dockerfile": "FROM debian\nCOPY nothing /app/\n"}, "environment/ has no nothing"),
         ({"dockerfile": "FROM debian\nCOPY ../task.toml /app/\n"}, "environment/ has no ../task.toml"),
+        ({"dockerfile": "FROM debian\nCOPY [1, 2]\n"}, "line 2: COPY [1, 2]"),
+        ({"dockerfile": "FROM debian\nCOPY **x /app/\n"}, "line 2: COPY **x /app/"),
+        ({"dockerfile": 'FROM debian\nENV A="x\n'}, 'line 2: ENV A="x'),
+        ({"dockerfile": "FROM debian\nENV =1\n"}, "line 2: ENV =1"),
         ({"dockerfile": "FROM debian\nUSER agent\n"}, "USER agent"),
         ({"dockerfile": "FROM debian\n"}, "the task works in /: no WORKDIR is set"),
         ({"dockerfile": "FROM debian\nWORKDIR /app\nCOPY answer /usr/bin/\n"}, "the task has files in /usr"),
@@ -367,6 +373,14 @@ WRITES = "#!/bin/bash\ncd /logs/verifier\necho seen\n"
         ("echo '{' > reward.json", "wrote '{' into reward.json, which is not a number"),
         ("""echo '{"reward": "1"}' > reward.json""", "wrote reward = '1' into reward.json, which is not a finite"),
         ("""echo '{"a": 1, "b": 0}' > reward.json""", "reward.json of one has a, b: one of them must be called reward"),
+        (
+            "head -c 60000 /dev/zero | tr '\\0' '[' > reward.json",
+            r"wrote '\[\[.* into reward.json, which is not a number",
+        ),
+        (
+            "printf '{\"reward\": 1%0500d}' 0 > reward.json",
+            "wrote reward = 10000.* into reward.json, which is not a fin",
+        ),
         ("echo '{}' > reward.json", "reward.json of one has no numbers"),
         ("echo 2.0 > reward.txt", "gave the reward 2: it must be from 0 to 1, or set lowest and highest"),
         ("ln -s /etc/os-release reward.txt", "made reward.txt, which is not a file"),
@@ -379,6 +393,21 @@ def test_a_verifier_without_a_valid_reward_fails(tmp_path: Path, test: str, reas
     folder = make(tmp_path / "one", test=WRITES + test, toml=limits(verifier=1 if "sleep" in test else 20))
     with pytest.raises(EnvironmentFailed, match=reason):
         play(folder, Commands())
+
+
+@pytest.mark.usefixtures("bubblewrap")
+def test_links_and_pipes_of_a_task_are_not_followed(tmp_path: Path) -> None:
+    """They would lead to files of this machine, or wait for ever."""
+    folder = make(tmp_path / "one", dockerfile=DOCKERFILE.replace("answer", "."), test=WRITES + "cat /tests/* /app/*")
+    (tmp_path / "secret").write_text("of this machine")
+    for place in (folder / "tests", folder / "environment"):
+        (place / "out").symlink_to(tmp_path / "secret")
+        (place / "loop").symlink_to(".")
+        os.mkfifo(place / "pipe")
+    with (folder / "tests" / "test.sh").open("a") as file:
+        file.write("\necho 1 > /logs/verifier/reward.txt")
+    reward = play(folder, Commands())
+    assert reward.value == 1.0 and "of this machine" not in reward.text and "/tests/out: No such file" in reward.text
 
 
 @pytest.mark.usefixtures("bubblewrap")

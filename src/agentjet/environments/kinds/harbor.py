@@ -12,6 +12,7 @@ import os
 import re
 import shlex
 import stat
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -29,7 +30,7 @@ from agentjet.environments.kinds.harbor_machines import PATH, Container, Sandbox
 from agentjet.environments.model import ContextFull, Message, Model, ModelAnswer
 from agentjet.errors import ConfigError
 from agentjet.sandbox import programs
-from agentjet.types import Reward, beginning
+from agentjet.types import Reward, beginning, shown
 
 SPLITS: tuple[Split, ...] = ("train", "held_out")
 ENDS = ("exit", "done")
@@ -283,12 +284,12 @@ def rewards_in(folder: Path) -> dict[str, float]:
             raise ValueError(f"wrote an empty {name}")
         try:
             content = json.loads(text) if name == "reward.json" else float(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise ValueError(f"wrote {beginning(text.strip(), 80)!r} into {name}, which is not a number") from None
         numbers = content if isinstance(content, dict) else {"reward": content}
         for key, value in numbers.items():
-            if not isinstance(value, int | float) or not math.isfinite(value):
-                raise ValueError(f"wrote {key} = {value!r} into {name}, which is not a finite number")
+            if not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
+                raise ValueError(f"wrote {key} = {shown(value)} into {name}, which is not a finite number")
         return {key: float(value) for key, value in numbers.items()}
     raise ValueError("wrote no reward: it must write reward.txt or reward.json into /logs/verifier")
 

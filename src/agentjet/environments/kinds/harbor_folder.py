@@ -7,18 +7,20 @@ container: `HarborTask.needs_container` is the reason.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import shutil
+import stat
 import string
 import sys
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from agentjet.errors import ConfigError
 from agentjet.types import shown
@@ -34,6 +36,9 @@ ARCHIVES = (".tar", ".gz", ".tgz", ".bz2", ".xz", ".zst")
 IGNORED = ("LABEL", "MAINTAINER", "EXPOSE", "CMD", "ENTRYPOINT", "STOPSIGNAL")
 """Instructions without an effect: Harbor replaces the command of an image."""
 INSTALLS = re.compile(r"\b(apt-get|apt|apk|curl|wget|uvx|uv|pip3? install|npm (install|i|ci)|git clone)\b")
+COPIED = (stat.S_ISREG, stat.S_ISDIR, stat.S_ISLNK)
+NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+"""Name of a variable."""
 CANARY = re.compile(r"(<!--.*canary.*-->|#.*canary.*)", re.IGNORECASE)
 
 
@@ -41,6 +46,15 @@ class _Table(BaseModel):
     """A table of `task.toml`. Like Harbor, it ignores unknown keys."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False)
+
+
+def _are_names(variables: dict[str, str]) -> dict[str, str]:
+    if wrong := [name for name in variables if not NAME.fullmatch(name)]:
+        raise ValueError(f"{wrong[0]!r} is not a name of a variable: use letters, digits and _")
+    return variables
+
+
+Variables = Annotated[dict[str, str], AfterValidator(_are_names)]
 
 
 class AgentTable(_Table):
@@ -61,7 +75,7 @@ class EnvironmentTable(_Table):
     gpus: int | None = None
     tpu: Any = None
     mcp_servers: list[Any] = []
-    env: dict[str, str] = {}
+    env: Variables = {}
     skills_dir: str | None = None
     healthcheck: Any = None
     workdir: str | None = None
@@ -78,7 +92,7 @@ class EnvironmentTable(_Table):
 
 class VerifierTable(_Table):
     timeout_sec: float = Field(600, gt=0)
-    env: dict[str, str] = {}
+    env: Variables = {}
     network_mode: str | None = None
     environment: EnvironmentTable | None = None
     collect: list[Any] = []
@@ -109,6 +123,12 @@ class TaskTable(_Table):
         return value
 
 
+def special(folder: str, names: list[str]) -> list[str]:
+    """The names that are neither files, folders nor links: reading them could wait for ever."""
+    modes = {name: os.lstat(os.path.join(folder, name)).st_mode for name in names}
+    return [name for name, mode in modes.items() if not any(is_kind(mode) for is_kind in COPIED)]
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """The files that a Dockerfile copies, and its working directory."""
@@ -135,7 +155,7 @@ class Layout:
                     raise ConfigError(f"{source} is copied to {target}, through a link that leads out of the task")
                 place.parent.mkdir(parents=True, exist_ok=True)
                 if source.is_dir():
-                    shutil.copytree(source, place, symlinks=True, dirs_exist_ok=True)
+                    shutil.copytree(source, place, symlinks=True, ignore=special, dirs_exist_ok=True)
                 else:
                     shutil.copy(source, place / source.name if place.is_dir() else place)
         for path in (*self.tops(), self.workdir.strip("/")):
@@ -328,7 +348,10 @@ class _Reader:
         if name == "WORKDIR":
             self.workdir = _absolute(self.workdir, rest.strip("\"'")).rstrip("/") or "/"
         elif name == "ENV":
-            self.variables |= _assignments(rest)
+            variables = _assignments(rest)
+            if not variables or not all(map(NAME.fullmatch, variables)):
+                return shown_instruction(name, rest)
+            self.variables |= variables
         elif name in ("COPY", "ADD"):
             return self._copy(name, rest)
         elif name not in IGNORED and not (name == "USER" and rest in ("root", "0")):
@@ -340,13 +363,18 @@ class _Reader:
             words = json.loads(rest) if rest.startswith("[") else shlex.split(rest)
         except ValueError:
             words = []
-        if len(words) < 2 or any(word.startswith(("--", "<<", "http:", "https:", "git@")) for word in words):
+        if len(words) < 2 or not all(isinstance(word, str) for word in words):
+            return shown_instruction(name, rest)
+        if any(word.startswith(("--", "<<", "http:", "https:", "git@")) for word in words):
             return shown_instruction(name, rest)
         *names, target = words
         sources: list[Path] = []
         for pattern in names:
             pattern = pattern.strip("/") or "."
-            found = [self.context] if pattern in (".", "./") else sorted(self.context.glob(pattern))
+            try:
+                found = [self.context] if pattern in (".", "./") else sorted(self.context.glob(pattern))
+            except ValueError:  # A pattern that Python does not have.
+                return shown_instruction(name, rest)
             sources += [path.resolve() for path in found]
             if not found or not all(path.is_relative_to(self.context) for path in sources):
                 return f"{shown_instruction(name, rest)}: environment/ has no {pattern}"
@@ -357,8 +385,11 @@ class _Reader:
 
 
 def _assignments(rest: str) -> dict[str, str]:
-    """The variables of `ENV A=1 B=2`, or of the old form `ENV A 1`."""
-    words = shlex.split(rest)
+    """The variables of `ENV A=1 B=2`, or of the old form `ENV A 1`; none if it cannot be read."""
+    try:
+        words = shlex.split(rest)
+    except ValueError:
+        return {}
     if words and "=" not in words[0]:
         return {words[0]: rest.partition(" ")[2].strip()}
     return dict(word.split("=", 1) for word in words if "=" in word)

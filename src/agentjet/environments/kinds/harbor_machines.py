@@ -9,7 +9,6 @@ import contextlib
 import functools
 import os
 import shutil
-import stat
 import subprocess
 import sys
 import threading
@@ -19,7 +18,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any, Protocol
 
 from agentjet.environments.kind import EnvironmentFailed
-from agentjet.environments.kinds.harbor_folder import HarborTask
+from agentjet.environments.kinds.harbor_folder import HarborTask, special
 from agentjet.errors import ConfigError
 from agentjet.sandbox import Limits, Sandbox, missing
 
@@ -35,7 +34,6 @@ NOT_STARTED = ("bwrap: ", "the sandbox could not be closed: ")
 """Beginnings of an output that is the sandbox's, not the program's."""
 MAX_DEPTH = 100
 """Deepest folder that is kept: a path has 4096 bytes at most, and copies are recursive."""
-COPIED = (stat.S_ISREG, stat.S_ISDIR, stat.S_ISLNK)
 DEFAULT_MEMORY_MB, DEFAULT_STORAGE_MB = 2048, 1024
 CONTAINER_SECONDS = 60.0
 """Time of a command of docker that starts, copies or removes."""
@@ -147,7 +145,8 @@ class Sandboxes:
     def put(self, source: Path, target: str) -> None:
         place = self.root / target.strip("/")
         remove(place)
-        shutil.copytree(source, place)
+        # Links stay links, as in `docker cp`: they must not lead to files of this machine.
+        shutil.copytree(source, place, symlinks=True, ignore=special)
 
     def get(self, source: str, target: Path) -> None:
         shutil.copytree(self.root / source.strip("/"), target, symlinks=True, ignore=special)
@@ -194,12 +193,6 @@ class Output:
         if self.num_bytes > MAX_OUTPUT:
             excess = f"printed more than {MAX_OUTPUT // MIB} MiB and was ended"
         return Ran(output, None if excess else code, excess)
-
-
-def special(folder: str, names: list[str]) -> list[str]:
-    """The names that are neither files, folders nor links: reading them could wait for ever."""
-    modes = {name: os.lstat(os.path.join(folder, name)).st_mode for name in names}
-    return [name for name, mode in modes.items() if not any(is_kind(mode) for is_kind in COPIED)]
 
 
 def clean(root: Path, tops: Sequence[str]) -> None:
