@@ -172,7 +172,7 @@ def slow(rewards: Any) -> Any:
         (Additive, "token_loss", "adds 'entropy', which has no gradient"),
         (Needy, "needs, reads", r"returned frozenset\({'entropies'}\) instead of a frozenset of some of entropy, prox"),
         (Listed, "needs, reads", r"`needs` returned \['entropy'\] instead of a frozenset"),
-        (Headed, "needs, reads", "the result of `needs, reads` cannot be used: .*AttributeError: 'tuple' object"),
+        (Headed, "needs, reads", r"`value_heads` returned \('value',\) instead of None or ValueHeads"),
         (Diverging, "next_state", "instead of a dict of finite numbers"),
         (Growing, "parameters", "change their own result: scale = 2.0 became 3.0"),
         (loss(lambda logp, columns: -logp[:2]), "token_loss", r"of shape \(2,\) instead of a tensor of"),

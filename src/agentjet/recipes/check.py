@@ -25,7 +25,7 @@ from agentjet.recipes import hooks
 from agentjet.recipes.baselines import Grpo
 from agentjet.recipes.losses import PolicyLoss
 from agentjet.recipes.policy_gradient import MISMATCH, OwnLoss
-from agentjet.recipes.recipe import FinishedGroup, Need, Recipe
+from agentjet.recipes.recipe import FinishedGroup, Need, Recipe, ValueHeads
 from agentjet.recipes.registry import make_recipe
 from agentjet.recipes.rollout import Rollout, TaskStats
 from agentjet.timeline.batch import Facts, TrainingBatch
@@ -120,10 +120,12 @@ class _Checks:
     def run(self) -> Report:
         self.call("parameters", "", self._read_parameters)
         declared = self.call("needs, reads", "", lambda recipe: tuple(hooks.declared(recipe, x) for x in DECLARED))
-        needs: Any = None if declared is None else declared[0]
+        needs, heads = (None, None) if declared is None else declared[:2]
         if declared is not None and not (isinstance(needs, frozenset) and needs <= {*get_args(Need)}):
             known = ", ".join(sorted(get_args(Need)))
             self.note("needs, reads", f"`needs` returned {needs!r} instead of a frozenset of some of {known}")
+        elif heads is not None and not isinstance(heads, ValueHeads):
+            self.note("needs, reads", f"`value_heads` returned {heads!r} instead of None or ValueHeads(...)")
         elif declared is not None:
             self._before_a_batch()
             self._batches()
