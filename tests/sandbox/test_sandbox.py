@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from dataclasses import replace
@@ -23,7 +22,7 @@ import pytest
 from agentjet import sandbox as package
 from agentjet.client.command import CapturedProcess
 from agentjet.errors import ConfigError
-from agentjet.sandbox import Limits, Sandbox, attempts, clean_up, usage
+from agentjet.sandbox import Limits, ProgramFolder, Sandbox, attempts, usage
 from agentjet.sandbox.check import FLAGS, reason_of
 from agentjet.sandbox.filter import MACHINES, filter_program
 from agentjet.sandbox.proxy import ModelProxy, _Connection, refusal
@@ -140,10 +139,9 @@ def test_what_it_wrote_belongs_to_the_caller(tmp_path: Path) -> None:
 @needed
 def test_a_deep_folder_is_removed(tmp_path: Path) -> None:
     """`TemporaryDirectory` raised a RecursionError, and the episode was lost."""
-    place = tempfile.TemporaryDirectory(dir=tmp_path, ignore_cleanup_errors=True)
     program = "import os\nfor _ in range(1200): os.mkdir('d'); os.chdir('d')"
-    run(Sandbox(folder=Path(place.name)), sys.executable, "-c", program)
-    clean_up(place)
+    with ProgramFolder(dir=tmp_path) as place:
+        run(Sandbox(folder=Path(place)), sys.executable, "-c", program)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -23,7 +23,6 @@ import re
 import selectors
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
@@ -285,13 +284,10 @@ class Command:
         return [fill_placeholders(word, task.payload) for word in self.arguments]
 
     async def __call__(self, task: Task, episode: AsyncEpisode) -> Returned:
-        place = tempfile.TemporaryDirectory(prefix="agentjet-", ignore_cleanup_errors=True)
-        try:
-            result = await self._run(task, episode, Path(place.name))
+        with sandboxes.ProgramFolder(prefix="agentjet-") as place:
+            result = await self._run(task, episode, Path(place))
             reward = await in_thread(self.score, task.payload, result)
             return await reward if inspect.isawaitable(reward) else reward
-        finally:
-            sandboxes.clean_up(place)
 
     async def _run(self, task: Task, episode: AsyncEpisode, place: Path) -> Result:
         """The result of a program that ended. Raises `CommandFailed` for one that is not scored."""

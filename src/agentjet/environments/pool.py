@@ -10,7 +10,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
@@ -24,7 +23,7 @@ from agentjet.client.threads import in_thread
 from agentjet.environments.kind import EnvironmentFailed, Kind
 from agentjet.environments.worker import ENDED, KILL_SECONDS, MAX_ANSWER
 from agentjet.errors import ConfigError
-from agentjet.sandbox import Limits, Sandbox, SandboxProcess, clean_up
+from agentjet.sandbox import Limits, ProgramFolder, Sandbox, SandboxProcess
 from agentjet.sandbox.sandbox import check_named
 
 MAX_PRINTED = 16 << 20
@@ -173,7 +172,7 @@ class Worker:
         """With a `model_url` the process runs in a sandbox, whose only network is this model; "": no network."""
         self.is_new = True
         self.model_url = model_url
-        self._folder = tempfile.TemporaryDirectory(prefix="agentjet-env-", ignore_cleanup_errors=True)
+        self._folder = ProgramFolder(prefix="agentjet-env-")
         # The process runs in another folder, and finds the same modules: a kind may stand beside the caller's script.
         paths = [os.path.abspath(path) for path in sys.path if os.path.isdir(path or ".")]
         variables = {"PYTHONPATH": os.pathsep.join(paths), "AGENTJET_CALLER": str(Path.cwd())}
@@ -293,4 +292,4 @@ class Worker:
         for pipe in (self._orders, self._answers, self._process.stderr):
             with suppress(OSError):
                 pipe.close()  # type: ignore[union-attr]
-        clean_up(self._folder)
+        self._folder.cleanup()

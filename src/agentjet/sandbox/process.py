@@ -346,12 +346,14 @@ def change_owner(folder: Path, uid: int, gid: int, *, of: int | None = None) -> 
         subprocess.run(["chown", "-hR", *owner, f"{uid}:{gid}", "--", str(folder)], capture_output=True, check=False)
 
 
-def clean_up(folder: tempfile.TemporaryDirectory[str]) -> None:
-    """Removes a folder that a program wrote to. Raises nothing."""
-    try:
-        folder.cleanup()
-    except (OSError, RecursionError):  # It is too deep for Python.
-        subprocess.run(["rm", "-rf", "--", folder.name], capture_output=True, check=False)
+class ProgramFolder(tempfile.TemporaryDirectory[str]):
+    """A temporary folder that a program writes to. Its removal raises nothing."""
+
+    def cleanup(self) -> None:
+        try:
+            super().cleanup()
+        except (OSError, RecursionError):  # It is too deep for Python.
+            subprocess.run(["rm", "-rf", "--", self.name], capture_output=True, check=False)
 
 
 @dataclass(slots=True)

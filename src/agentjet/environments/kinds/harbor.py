@@ -13,7 +13,6 @@ import re
 import shlex
 import stat
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -29,7 +28,7 @@ from agentjet.environments.kinds.harbor_folder import HarborTask, read
 from agentjet.environments.kinds.harbor_machines import PATH, Container, Sandboxes, TaskMachine, check, remove
 from agentjet.environments.model import ContextFull, Message, Model, ModelAnswer
 from agentjet.errors import ConfigError
-from agentjet.sandbox import programs
+from agentjet.sandbox import ProgramFolder, programs
 from agentjet.types import Reward, beginning, shown
 
 SPLITS: tuple[Split, ...] = ("train", "held_out")
@@ -115,7 +114,7 @@ class Harbor(Kind):
         """Lets the agent work, then the verifier. Raises `EnvironmentFailed` if there is no valid reward."""
         harbor = read(Path(task.payload["folder"]))
         check([harbor])
-        with tempfile.TemporaryDirectory(dir=Path.cwd(), ignore_cleanup_errors=True) as folder:
+        with ProgramFolder(dir=Path.cwd()) as folder:
             machine = self._machine(harbor, Path(folder), model)
             trajectory: Trajectory = []
             try:

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import getdoc
 from pathlib import Path
-from tempfile import TemporaryDirectory, TemporaryFile
+from tempfile import TemporaryFile
 from typing import Any, Literal, Protocol
 
 from pydantic import TypeAdapter
@@ -32,7 +32,7 @@ from agentjet.errors import AgentJetError, ConfigError
 from agentjet.research.campaign.strategist import Intervention, ProposerAway, View, facts_of
 from agentjet.research.campaign.subject_repo import git, read_folder, write_files
 from agentjet.research.models import Message, Record, adapter, shortened
-from agentjet.sandbox import Limits, Sandbox, missing, programs
+from agentjet.sandbox import Limits, ProgramFolder, Sandbox, missing, programs
 
 # ---- a language model ------------------------------------------------------------------------------------------------
 
@@ -400,7 +400,7 @@ class CodingAgent:
 
     def propose(self, view: View, most: int) -> Sequence[Intervention | str]:
         """Returns one proposal, a text with the reason why it cannot be used, or nothing if no file was changed."""
-        with TemporaryDirectory(prefix="agentjet-coding-agent-") as name:
+        with ProgramFolder(prefix="agentjet-coding-agent-") as name:
             folder = Path(name).resolve()
             files = {path: text.encode() for path, text in view.files.items()}
             write_files(files, folder / "a")
