@@ -5,7 +5,8 @@ from typing import Any
 
 from inspect_ai import Task, task
 from inspect_ai.dataset import Sample
-from inspect_ai.scorer import CORRECT, Score, Scorer, Target, accuracy, includes, match, scorer
+from inspect_ai.model import ModelOutput, get_model
+from inspect_ai.scorer import CORRECT, Score, Scorer, Target, accuracy, includes, match, model_graded_fact, scorer
 from inspect_ai.solver import Generate, Solver, TaskState, generate, solver, use_tools
 from inspect_ai.tool import Tool, bash, tool
 
@@ -88,3 +89,13 @@ def endless() -> Task:
 @task
 def unscored() -> Task:
     return Task(SAMPLES[:1], solver=generate())
+
+
+def grading(*_: object) -> ModelOutput:
+    raise ValueError("the grader of the task is asked")
+
+
+@task
+def graded(has_grader: bool = False) -> Task:
+    roles = {"grader": get_model("mockllm/model", custom_outputs=grading)} if has_grader else None
+    return Task(SAMPLES[:1], solver=generate(), scorer=model_graded_fact(), model_roles=roles)

@@ -51,4 +51,7 @@ if "--broken" in sys.argv:
     sys.exit("the shop is closed")
 if "--silent" in sys.argv:
     time.sleep(600)
-server.run()
+if sys.argv[-1].startswith("--port="):
+    server.run(transport="streamable-http", port=int(sys.argv[-1].removeprefix("--port=")))
+else:
+    server.run()

@@ -108,6 +108,8 @@ async def test_values_of_scores(tmp_path: Path, settings: dict[str, Any], value:
     ("task", "settings", "error"),
     [
         ("broken", {}, "inspect: .*the solver breaks"),
+        ("graded", {}, "a scorer asks for a grader, and the task names none"),
+        ("graded", {"task_args": {"has_grader": True}}, "the grader of the task is asked"),
         ("scored", {"task_args": {"value": "great"}}, "the score giving is 'great': give a number, or C, I, P or N"),
         (
             "scored",
@@ -129,9 +131,10 @@ async def test_an_episode_without_a_score_is_aborted(
     [
         ("", {}, "the target is empty: give FILE.py@TASK"),
         ("nowhere.py@a", {}, "there is no file .*nowhere.py: give FILE.py@TASK"),
-        (f"{FILE}", {}, r"names 7 tasks \(.*doubles.*\): give one, such as .*inspect_tasks.py@TASK"),
+        (f"{FILE}", {}, r"names 8 tasks \(.*doubles.*\): give one, such as .*inspect_tasks.py@TASK"),
         (f"{FILE}@nothing", {}, "nothing"),
         (f"{FILE}@unscored", {}, "has no scorer: give it one"),
+        (f"{FILE}@doubles", {"task_args": {"nun": 2}}, "task_args.nun: the task .* has no such argument"),
         ("no_package/task", {}, "no_package/task"),
     ],
 )

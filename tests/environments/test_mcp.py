@@ -11,11 +11,15 @@ from __future__ import annotations
 
 import json
 import re
+import socket
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 
 from agentjet import environments
@@ -156,6 +160,36 @@ async def test_a_server_that_fails_aborts_and_the_next_episode_works(
     assert any(error in text for text in report.errors) and report.mean_reward == 1.0
 
 
+def is_listening(port: int) -> bool:
+    with socket.socket() as caller:
+        return caller.connect_ex(("127.0.0.1", port)) == 0
+
+
+async def test_a_server_at_a_url(tmp_path: Path) -> None:
+    """Streamable HTTP. The server serves all episodes, and is not ended with them."""
+    (tmp_path / "tasks.jsonl").write_text(json.dumps(ROWS[0] | {"split": "train"}))
+    settings = {"task_file": tmp_path / "tasks.jsonl", "processes": 1, "tool_seconds": 10}
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    process = subprocess.Popen([sys.executable, SHOP, f"--port={port}"], stderr=subprocess.DEVNULL)
+    try:
+        with anyio.fail_after(30):
+            while not is_listening(port):
+                await anyio.sleep(0.1)
+        with environments.load(f"mcp:http://127.0.0.1:{port}/mcp", **settings) as shop:
+            async with swarm(tmp_path) as (client, _):
+                report = await client.evaluate(shop.agent, shop.tasks, repeats=2, concurrency=1, progress=False)
+        assert (report.mean_reward, report.mean_metric("calls"), process.poll()) == (1.0, 1.0, None)
+        with pytest.raises(ConfigError, match="its start: Not Found"):
+            environments.load(f"mcp:http://127.0.0.1:{port}/wrong", **settings)
+    finally:
+        process.kill()
+        process.wait()
+    with pytest.raises(ConfigError, match="its start: All connection attempts failed"):
+        environments.load(f"mcp:http://127.0.0.1:{port}/mcp", **settings)
+
+
 @pytest.mark.parametrize(
     ("returned", "error"),
     [("None", "return a number or a Reward"), ("float('nan')", "nan"), ("1 / 0", "ZeroDiv")],
@@ -190,6 +224,12 @@ def test_matches(reward: str, answer: Any, value: float) -> None:
         ({"rows": [{"question": "x"}]}, "has no answer, which reward = 'exact' needs"),
         ({"rows": [ROWS[0], ROWS[0]]}, "task 1 of .* has the id 'lamp', as another task"),
         ({"rows": [ROWS[0] | {"split": "dev"}]}, "split = 'dev': give train or held_out"),
+        ({"rows": [ROWS[0] | {"split": ["train"]}]}, r"line 1: split = \['train'\]: give train or held_out"),
+        ({"rows": [ROWS[0] | {"id": ["lamp"]}]}, r"line 1: id = \['lamp'\]: give a text"),
+        ({"rows": [ROWS[0] | {"question": 5}]}, "line 1: question = 5: give a text"),
+        ({"rows": [ROWS[0] | {"messages": "hello"}]}, "line 1: messages = 'hello': give a list such as"),
+        ({"rows": [ROWS[0] | {"messages": [1]}]}, r"line 1: messages = \[1\]: give a list such as"),
+        ({"rows": [ROWS[0] | {"answer": {"x": 1}}]}, "line 1: .* has no answer, .* a list of texts, as answer"),
         ({"rows": []}, "has no tasks"),
         ({"task_file": "nowhere.jsonl"}, "nowhere.jsonl: No such file"),
         ({"task_file": ""}, "task_file is missing"),

@@ -16,7 +16,7 @@ from contextlib import chdir
 from functools import cached_property
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from pydantic import Field
 
@@ -54,7 +54,7 @@ class Inspect(Kind):
         """The task of the target. Raises `ConfigError`."""
         # inspect writes traces there, which outlive the process otherwise.
         os.environ["XDG_DATA_HOME"] = str(Path.cwd() / "inspect")
-        from inspect_ai._eval.loader import load_tasks
+        from inspect_ai._eval.loader import load_tasks, resolve_task_args
 
         file, at, name = self.target.partition("@")
         path = Path(os.environ.get("AGENTJET_CALLER", "")).absolute() / file
@@ -71,6 +71,8 @@ class Inspect(Kind):
         if len(tasks) != 1:
             names = ", ".join(task.name for task in tasks) or "none"
             raise ConfigError(f"{self.target!r} names {len(tasks)} tasks ({names}): give one, such as {file}@TASK")
+        if unused := sorted(set(self.task_args) - set(resolve_task_args(tasks[0]))):
+            raise ConfigError(f"task_args.{unused[0]}: the task {self.target!r} has no such argument: leave it out")
         return tasks[0]
 
     @cached_property
@@ -134,9 +136,12 @@ class Inspect(Kind):
             memoize=False,
         )
         most = min(self.max_turns, model.max_turns or self.max_turns, self._task.turn_limit or self.max_turns)
+        grader = get_model("mockllm/model", custom_outputs=_no_grader, memoize=False)
         [log] = eval(
             single,
             model=policy,
+            # A grader without a model would be the policy: it would learn to grade itself well.
+            model_roles={"grader": grader} | dict(self._task.model_roles or {}),
             sandbox=self.tool_sandbox or None,
             turn_limit=most,
             epochs=1,
@@ -160,6 +165,13 @@ class Inspect(Kind):
             limit = f"; it ended at the limit of {played.limit.type}: {played.limit.limit:g}" if played.limit else ""
             raise EnvironmentFailed(f"inspect gave the sample no score{limit}")
         return played
+
+
+def _no_grader(*_: object) -> NoReturn:
+    raise EnvironmentFailed(
+        "a scorer asks for a grader, and the task names none: the policy must not grade itself. Give the scorer a "
+        'model, such as model_graded_fact(model="openai-api/judge/NAME") with JUDGE_BASE_URL and JUDGE_API_KEY'
+    )
 
 
 def _id(sample: Sample) -> str:

@@ -104,17 +104,20 @@ class Mcp(Kind):
             yield self._task(row, f"{self.task_file} line {number}")
 
     def _task(self, row: Any, place: str) -> EnvironmentTask:
-        if not isinstance(row, dict) or not (row.get("question") or row.get("prompt") or row.get("messages")):
+        if not isinstance(row, dict) or not (_question(row) or row.get("messages")):
             raise ConfigError(f'{place}: {shown(row)} has no question: give {{"question": "...", "answer": "..."}}')
+        for key, is_right, expected in FORMS:
+            if row.get(key) is not None and not is_right(row[key]):
+                raise ConfigError(f"{place}: {key} = {shown(row[key])}: give {expected}")
         if self.reward in MATCHES and not _expected(row):
             raise ConfigError(
-                f"{place}: {shown(row)} has no answer, which reward = {self.reward!r} needs: give an answer, or "
+                f"{place}: {shown(row)} has no answer, which reward = {self.reward!r} needs: give a text, or a list of "
+                "texts, as answer, or "
                 "reward = FILE.py:FUNCTION"
             )
-        if row.get("split") not in SPLITS:
-            raise ConfigError(f"{place}: split = {shown(row['split'])}: give train or held_out")
         digest = hashlib.blake2b(json.dumps(row, sort_keys=True).encode(), digest_size=8).hexdigest()
-        return EnvironmentTask(str(row.get("id", digest)), row, SPLITS[row.get("split")])
+        task_id = row.get("id")
+        return EnvironmentTask(digest if task_id is None else str(task_id), row, SPLITS[row.get("split")])
 
     def play(self, task: EnvironmentTask, model: Model) -> Reward:
         score = self._score()
@@ -170,8 +173,8 @@ class Mcp(Kind):
         return ToolConversation("", messages, calls)
 
     def _first_messages(self, row: Mapping[str, Any], server: McpServer) -> list[Message]:
-        question = row.get("question") or row.get("prompt")
-        messages = [*row.get("messages", ()), *([{"role": "user", "content": question}] if question else [])]
+        question = _question(row)
+        messages = [*(row.get("messages") or ()), *([{"role": "user", "content": question}] if question else [])]
         system = self.system_prompt or server.instructions
         has_system = messages[0].get("role") in ("system", "developer")
         return messages if has_system or not system else [{"role": "system", "content": system}, *messages]
@@ -355,6 +358,31 @@ def _part(content: Any) -> str:
     return f"[{content.type} of type {kind}: it cannot be shown]"
 
 
+# ---- the rows of the task file ---------------------------------------------------------------------------------------
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str | int | float)
+
+
+def _are_messages(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(message, dict) and "role" in message for message in value)
+
+
+FORMS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("id", _is_text, "a text"),
+    ("question", lambda value: isinstance(value, str), "a text"),
+    ("prompt", lambda value: isinstance(value, str), "a text"),
+    ("messages", _are_messages, 'a list such as [{"role": "user", "content": "..."}]'),
+    ("split", lambda value: isinstance(value, str) and value in SPLITS, "train or held_out"),
+)
+"""Keys of a row, with their check and what they must be."""
+
+
+def _question(row: Mapping[str, Any]) -> Any:
+    return row.get("question") or row.get("prompt")
+
+
 # ---- rewards ---------------------------------------------------------------------------------------------------------
 
 
@@ -362,6 +390,8 @@ def _expected(row: Mapping[str, Any]) -> list[str]:
     """The right answers of a task: one, or a list of which each is right."""
     answer = row.get("answer", row.get("expected"))
     answers = answer if isinstance(answer, list) else [answer]
+    if not all(answer is None or _is_text(answer) for answer in answers):
+        return []
     return [str(answer).strip() for answer in answers if answer is not None and str(answer).strip()]
 
 
