@@ -21,7 +21,7 @@ from agentjet.errors import AgentJetError, ConfigError
 from tests.environments.test_training import client
 from tests.fakes import saying
 from tests.needs import need
-from tests.server.serving import serving
+from tests.server.serving import Served, serving
 
 need("textarena")
 pytestmark = pytest.mark.anyio
@@ -70,7 +70,13 @@ async def test_a_seat_is_played(
 async def test_both_sides_are_the_policy_in_roles(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"opponent": "self", "num_tasks": 2, "held_out": 0, "processes": 1}
     with environments.load("textarena:TicTacToe-v0", **settings) as environment:
-        async with serving(tmp_path / "data", saying(a_move)) as served, client(served) as swarm:
+        served: Served
+
+        def a_later_move(prompt: str) -> str:
+            served.run.clock.advance(1)
+            return a_move(prompt)
+
+        async with serving(tmp_path / "data", saying(a_later_move)) as served, client(served) as swarm:
             async with swarm.episode(environment.tasks[0].id) as episode:
                 played = await environment.play(environment.tasks[0], episode, with_actions=True)
                 reward = played.reward

@@ -41,7 +41,7 @@ KILL_SECONDS = 10.0
 CLOSE_SECONDS = 2.0
 """Time for the environment to remove what outlives processes, such as containers."""
 ENDED = "ended"
-"""What is wrong in the last answer of a process that the outer one ended."""
+"""Marks the last answer of a process that the outer one ended."""
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 OURS = Path(__file__).parents[1]
 FOLDER = Path.cwd()
