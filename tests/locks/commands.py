@@ -80,6 +80,7 @@ REASONS = {
     "merge": "writes a model: tests/compute/test_merging.py",
     "doctor": "shows this machine: tests/cli/test_doctor.py",
     "job set": "changes a run: tests/cli/test_job.py",
+    "recipes check": "shows times: tests/recipes/test_check.py",
     "runs create": "changes a server: tests/client/test_runs.py",
     "runs end": "changes a server: tests/client/test_runs.py",
     "episodes begin": "changes a run: tests/cli/test_feedback.py",
