@@ -192,7 +192,8 @@ async def recorded(job: dict[str, Any]) -> AsyncIterator[tuple[AsyncSwarm, Recor
 
 
 async def exact_kind(kind: str, settings: dict[str, Any]) -> dict[str, Any]:
-    job = {"batch_size": 1, "group_size": 2, "max_tokens": 64, "recipe": {"drop_zero_variance": False}}
+    # The tokenizer of the recording sampler spells long actions out.
+    job = {"batch_size": 1, "group_size": 2, "max_tokens": 256, "recipe": {"drop_zero_variance": False}}
     async with recorded(job) as (swarm, policy):
         environment = await in_thread(load, kind, settings)
         with environment:
