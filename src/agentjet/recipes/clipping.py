@@ -95,8 +95,12 @@ class GspoLoss(PolicyLoss):
     aggregation: ClassVar[str] = "sequence_mean"
     is_linear: ClassVar[bool] = True
 
+    def mean_log_ratio(self, logp: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
+        """Returns the mean log-ratio [M] of each token's sequence."""
+        return sequence_mean(logp - columns["logprob"], columns)
+
     def batch_loss(self, logp: Tensor, columns: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        ratio = sequence_mean(logp - columns["logprob"], columns).clamp(max=10.0).exp()
+        ratio = self.mean_log_ratio(logp, columns).clamp(max=10.0).exp()
         return surrogate(ratio, columns["advantage"], 1 - self.clip_low, 1 + self.clip_high)
 
 
@@ -107,7 +111,7 @@ class Gspo(Grpo):
 
     Source: arXiv 2507.18071, bounds of its section 5.1. Confidence: reproduced.
     Use: long answers and mixtures of experts, where ratios of single tokens are noisy.
-    Cost: one more forward pass for the ratios.
+    Cost: as GRPO, and one more forward pass if a mini-batch is several micro-batches.
     """
 
     name: str = "gspo"
@@ -121,13 +125,9 @@ class GspoTokenLoss(GspoLoss):
 
     name: str = "gspo_token"
 
-    is_linear: ClassVar[bool] = True
-
-    def batch_loss(self, logp: Tensor, columns: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    def mean_log_ratio(self, logp: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
         # `logp - logp.detach()` is 0. It gives the ratio of the sequence the gradient of each of its tokens.
-        mean = sequence_mean(logp.detach() - columns["logprob"], columns)
-        ratio = (mean + logp - logp.detach()).clamp(max=10.0).exp()
-        return surrogate(ratio, columns["advantage"], 1 - self.clip_low, 1 + self.clip_high)
+        return super().mean_log_ratio(logp.detach(), columns) + logp - logp.detach()
 
 
 class GspoToken(Gspo):
@@ -157,12 +157,9 @@ class GmpoLoss(PolicyLoss):
 
     def batch_loss(self, logp: Tensor, columns: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         advantage, ratio = columns["advantage"], log_ratio(logp, columns["logprob"])
-        clipped = ratio.minimum(ratio.new_tensor(self.clip)).where(
-            advantage > 0, ratio.maximum(ratio.new_tensor(-self.clip))
-        )
-        return -advantage * sequence_mean(clipped, columns).exp(), {
-            CLIP_FRACTION: (clipped != ratio) & (advantage != 0)
-        }
+        clipped = ratio.clamp(max=self.clip).where(advantage > 0, ratio.clamp(min=-self.clip))
+        metrics = {CLIP_FRACTION: (clipped != ratio) & (advantage != 0)}
+        return -advantage * sequence_mean(clipped, columns).exp(), metrics
 
 
 class Gmpo(Grpo):

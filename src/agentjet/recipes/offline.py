@@ -127,7 +127,7 @@ class Oapl(PolicyGradient):
     Source: arXiv 2602.19362, in NeMo-RL's description; the loss of KARL, 2603.05218. Confidence: reproduced.
     Use: samples that are many versions old, large batches with several passes: no ratio, no clip. Groups with equal
     rewards pull towards the sampling policy.
-    Cost: twice the forward passes of GRPO; every token is computed.
+    Cost: as GSPO; every token is computed.
     """
 
     name: str = "oapl"
@@ -179,7 +179,7 @@ class DirectAdvantage(PolicyGradient):
     Use: turns with a known advantage: the agent finishes with `by_turn`, the change of the estimated probability of
     success by each turn, for instance from several completions of each state. Samples may be of any age. The metric
     `policy/mismatch_kl` compares with the reference.
-    Cost: two more forward passes.
+    Cost: as GSPO, and one forward pass of the reference.
     """
 
     name: str = "direct_advantage"
