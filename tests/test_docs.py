@@ -151,6 +151,7 @@ def test_settings_page_is_current() -> None:
 def test_recipes_page_is_current() -> None:
     page = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
     assert page.endswith(recipes_reference()), "run `make docs`"
+    assert [row for row in registry.FIRST.items() if f"| `{row[0]}` | {row[1][0]} | {row[1][1]} |" not in page] == []
     for name in registry.built_in():
         recipe = registry.find(name)
         assert recipe.model_fields["name"].default == name
