@@ -417,6 +417,17 @@ def test_the_loss_of_another_recipe_has_that_recipes_defaults() -> None:
     assert recipe_of("rloo", loss={"name": "dapo", "clip_high": 0.3}).loss.model_dump() == taken | {"clip_high": 0.3}
 
 
+def test_a_recipe_with_its_own_loss_is_stored_with_the_parameters_of_the_loss() -> None:
+    class Pulled(Clip):
+        pull: float = 0.5
+
+    class Own(PolicyGradient):
+        loss: PolicyLoss = Pulled()
+
+    own = Own.model_validate({"loss": {"pull": 0.7}})
+    assert Own.model_validate_json(own.model_dump_json()) == own and own.loss.model_dump()["pull"] == 0.7
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_the_journal_stores_a_recipe_as_it_is(name: str) -> None:
     if name != "distill":  # It needs a teacher.
