@@ -1,7 +1,8 @@
 """What "Confidence: equal to ..." in a recipe's description means. Pinned here:
 
 1. every built-in recipe has one of three labels, and "equal to" names a reference that is in the tables below;
-2. the loss of a random batch and its gradient, or the advantages of its calls, equal those of the reference.
+2. `agentjet recipes` lists families and labels;
+3. the loss of a random batch and its gradient, or the advantages of its calls, equal those of the reference.
 
 Rewards and advantages are written here from the sources of the references: over padded rows, in loops over groups.
 Losses are those of `tests/compute/formulas.py`, with the parameters of the references. Neither has code of `recipes/`.
@@ -10,6 +11,7 @@ B rows, one for each episode, T tokens; M tokens of all rows.
 
 from __future__ import annotations
 
+import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -23,8 +25,9 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from typer.testing import CliRunner
 
-from agentjet.cli.main import confidence
+from agentjet.cli.main import app, confidence
 from agentjet.recipes import hooks, registry
 from agentjet.recipes.policy_gradient import PolicyGradient
 from agentjet.recipes.registry import make_recipe
@@ -485,3 +488,12 @@ def test_labels_are_true() -> None:
         else:
             assert labels[name] != "equal to", f"{name} has no case in the tables"
             assert not re.search(r"equal to (verl|TRL|github)", text), name
+
+
+def test_the_list_has_families_and_labels() -> None:
+    rows = json.loads(CliRunner().invoke(app, ["recipes", "--json"]).stdout)
+    found = {row["name"]: row for row in rows if row["family"]}
+    assert found.keys() == registry.BUILT_IN.keys() and all(row["meaning"] and row["confidence"] for row in rows)
+    assert (found["gigpo"]["family"], found["gigpo"]["confidence"]) == ("turns", "equal to")
+    listed = CliRunner().invoke(app, ["recipes"]).stdout
+    assert [line.split()[1] for line in listed.splitlines() if line.startswith("* ")] == ["grpo", "grpo"]

@@ -264,10 +264,9 @@ def recipes_reference() -> str:
     parts = []
     for chapter, meaning in registry.families().items():
         lines = [f"**{chapter}**: {meaning}", "", "| recipe | in one line | confidence |", "|---|---|---|"]
-        lines += [
-            f"| [`{name}`](#{name}) | {summary(found[name]).partition(': ')[2]} | {confidence(found[name])} |"
-            for name in registry.CHAPTERS[chapter].split()
-        ]
+        for name in registry.CHAPTERS[chapter].split():
+            link = f"[`{name}`](#{name}){', the default' if name == registry.DEFAULT else ''}"
+            lines.append(f"| {link} | {summary(found[name]).partition(': ')[2]} | {confidence(found[name])} |")
         parts.append("\n".join(lines))
     for name, recipe in found.items():
         own = shared if name == "grpo" else [one for one in parameters(recipe) if one not in shared]

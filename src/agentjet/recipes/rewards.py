@@ -154,8 +154,8 @@ class Rlsp(Grpo):
     Source: arXiv 2502.06773, Reinforcement Learning via Self-Play. Confidence: equal to
     github.com/GuanghaoYe/Emergence-of-Thinking at a36ba6c in the reward, without its penalty for a missing box; the
     advantage is GRPO's, where the source has PPO's, and all answers of the episode are the thought.
-    Use: models that answer without thinking. The agent sends a judge's grade in [0, 1] as a metric with the reward. A
-    right answer costs about cost / tokens less with each token, so the bonus fades as thoughts grow.
+    Use: models that answer without thinking. The agent sends a judge's grade in [0, 1] as a metric with the reward.
+    With `cost = 1000`, an answer of 500 tokens costs 2, and one of 2,000 tokens 0.5: lower it for short answers.
     Cost: as GRPO.
     """
 

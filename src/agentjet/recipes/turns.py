@@ -130,7 +130,7 @@ class Gigpo(SameObservation):
 
 
 class Hgpo(Grpo):
-    """HGPO: calls are compared after the same observation, and after the same observations in the same order before it.
+    """HGPO: calls are compared after the same observation, and again after the same history of observations.
 
         A = sum over k of (k + 1)^alpha A_k / sum over k of (k + 1)^alpha, over k = 1, ..., history + 1 with A_k not 0
         A_k = (G - mean) / (std + 1e-6) over the calls of the group with the same newest k observations
