@@ -30,7 +30,7 @@ import pytest
 import typer
 
 from agentjet import Episode, Swarm
-from agentjet.cli.main import app, parameters, recipes_reference
+from agentjet.cli.main import app, confidence, parameters, recipes_reference
 from agentjet.config import load_config, settings_table
 from agentjet.config.loader import sections, settings
 from agentjet.recipes import registry
@@ -151,6 +151,7 @@ def test_settings_page_is_current() -> None:
 def test_recipes_page_is_current() -> None:
     page = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
     assert page.endswith(recipes_reference()), "run `make docs`"
+    assert [row for row in registry.FIRST.items() if f"| `{row[0]}` | {row[1][0]} | {row[1][1]} |" not in page] == []
     for name in registry.built_in():
         recipe = registry.find(name)
         assert recipe.model_fields["name"].default == name
@@ -242,6 +243,8 @@ def test_numbers_in_the_readme_are_those_of_their_pages() -> None:
     classes = re.findall(r"^\| \w+ \| `\w+For\w+` \|", models, re.MULTILINE)
     assert f"{len(classes)} architectures as tiny random models" in text
     assert f"| {len(registry.built_in())} recipes, in eight families" in text and len(registry.CHAPTERS) == 8
+    equal = [name for name in registry.built_in() if confidence(registry.find(name)) == "equal to"]
+    assert f"{len(equal)} equal a release or commit" in text
 
 
 def sentences(text: str) -> Iterator[str]:

@@ -3,7 +3,7 @@
 The bad steps are context, and the revision and the good steps are learned. So the model learns to notice its own first
 bad step. `agentjet sft` trains the conversations; repeat with episodes of the new policy.
 
-Source: github.com/bytedance/Agent-R at dd8bd1e, without its tree search. Confidence: reproduced in the splice.
+Source: github.com/bytedance/Agent-R at dd8bd1e, without its tree search. Confidence: after it in the splice.
 """
 
 from __future__ import annotations

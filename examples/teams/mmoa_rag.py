@@ -2,7 +2,7 @@
 and each a penalty of its role.
 
 Source: github.com/chenyiqun/MMOA-RAG at aa1106d, with the recipe of the run instead of PPO, and a search by words in
-place of the retriever. Confidence: reproduced in the rewards.
+place of the retriever. Confidence: after it in the rewards.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     R_i = mean over j != i of P(i beats j), ties 0.5
 
-Source: Self-Play Preference Optimisation, "minimaximalist" (arXiv 2401.04056). Confidence: reproduced; both orders of a
+Source: Self-Play Preference Optimisation, "minimaximalist" (arXiv 2401.04056). Confidence: after it; both orders of a
 comparison are judged and averaged, which is ours.
 """
 

@@ -15,7 +15,7 @@ from agentjet.client import TrainReport
 from agentjet.client.threads import raise_on_signals
 from examples.teams.asking import sums
 
-PROTOCOLS = ("cory", "malt", "optima", "mmoa_rag", "spo", "curiosity")
+PROTOCOLS = ("cory", "malt", "optima", "mmoa_rag", "spo", "curiosity", "temporal_rule")
 
 
 def train(protocol: str, out: Path, steps: int, sets: list[str]) -> TrainReport:

@@ -1,9 +1,10 @@
 """The built-in policy losses, written out by hand: no code of `recipes/`.
 
-`test_gradients` and `test_recipe_gradients` compare their gradients with those of the learner. Arguments: the
-log-probabilities [M] of sampled tokens, with gradient; columns [M] of numbers, of which `logprob` is that at sampling,
-`sequence` numbers the (episode, role), and `mean_log_ratio` is the mean of logp - logprob over the tokens of the
-sequence, without gradient; the parameters of the loss.
+`test_gradients` and `test_recipe_gradients` compare their gradients with those of the learner, and
+`recipes/test_references` names the references that they equal. Arguments: the log-probabilities [M] of sampled tokens,
+with gradient; columns [M] of numbers, of which `logprob` is that at sampling, `sequence` numbers the (episode, role),
+and `mean_log_ratio` is the mean of logp - logprob over the tokens of the sequence, without gradient; the parameters of
+the loss.
 """
 
 from __future__ import annotations
@@ -76,9 +77,13 @@ def aepo(logp: Tensor, columns: Columns, chosen: Any) -> Tensor:
 
 
 def dppo(logp: Tensor, columns: Columns, chosen: Any) -> Tensor:
-    """-sg(min(r, cap)) A log p, without tokens whose probability left the total variation in the direction of A."""
+    """-sg(min(r, cap)) A log p, without tokens whose probability moved too far in the direction of A."""
     advantage, ratio = columns["advantage"], (logp.detach() - columns["logprob"]).exp()
-    moved = (logp.detach().exp() - columns["logprob"].exp()) * advantage.sign()
+    new, old = logp.detach().exp(), columns["logprob"].exp()
+    moved = (new - old) * advantage.sign()
+    if chosen.divergence == "kl":
+        kl = old * (columns["logprob"] - logp.detach()) + (1 - old) * ((1 - old) / (1 - new)).log()
+        moved = torch.where(moved > 0, kl, moved)
     bound = torch.where(advantage > 0, torch.tensor(chosen.clip_high), torch.tensor(chosen.clip_low))
     return torch.where(moved <= bound, -ratio.clamp(max=chosen.max_ratio) * advantage * logp, 0 * logp)
 

@@ -205,6 +205,7 @@ def test_entropies_have_a_gradient(case: Case, parameters: dict[str, Any], micro
         {"name": "stepwise_grpo", "keep": 0.5},
         {"name": "gigpo"},
         {"name": "graph_gpo"},
+        {"name": "hgpo"},
         {"name": "dense_turn_credit"},
         {"name": "rloo", "kl_coef": 0.1, "kl_in": "reward", "correction": "tis", "correction_level": "sequence"},
     ],

@@ -44,6 +44,7 @@ from examples.teams.malt import above_siblings, pairs, values
 from examples.teams.mmoa_rag import f1, is_too_long, selected, selector_penalty
 from examples.teams.optima import total
 from examples.teams.spo import shares
+from examples.teams.temporal_rule import RULE, after, allowed, holds_at_the_end
 from examples.textarena_self_play import train as textarena
 from examples.word_game_team import train as word_game
 from examples.word_game_team.agent import DESCRIBER, GUESSER, closeness, fairness, letters
@@ -245,6 +246,33 @@ def test_curiosity_pays_for_new_inputs() -> None:
     assert memory.similarity(Counter(a=1)) == 0.0 and memory.similarity(Counter(b=1)) == 0.0
     assert memory.similarity(x) == pytest.approx(0.707107)
     assert cosine(x, Counter()) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("segments", "next_ones", "holds"),
+    [
+        ("", "think obs fin", False),
+        ("think", "think act obs fin", False),
+        ("think act", "obs", False),
+        ("think act obs", "think act obs fin", False),
+        ("think act obs fin", "think act obs fin", True),
+        ("think fin", "think act obs fin", True),
+        ("fin", "think obs fin", False),  # the thought is missing
+    ],
+)
+def test_a_temporal_rule(segments: str, next_ones: str, holds: bool) -> None:
+    rule = RULE
+    for kind in segments.split():
+        assert kind in allowed(rule)
+        rule = after(rule, kind)
+    assert allowed(rule) == next_ones.split() and holds_at_the_end(rule) is holds
+
+
+def test_a_rule_that_nothing_satisfies_is_an_error() -> None:
+    with pytest.raises(ValueError, match="no kind of segment satisfies"):
+        allowed(("and", "think", "act"))
+    with pytest.raises(ValueError, match="is not a formula"):
+        allowed(("H", "think"))
 
 
 def test_agent_rs_splice() -> None:

@@ -44,6 +44,9 @@ AS_GRPO = (
 
 STATES = [[1, 50], [1, 50, 100, 51], [1, 50, 100, 51, 100, 52], [1, 50], [1, 50, 100, 51], [1, 50], [1, 50, 100, 53]]
 """Prompts of calls after the states 50, 51, 52 and 53, where every answer is 100."""
+WAYS = [[1, 50], [1, 50, 100, 51], [1, 50, 100, 51, 100, 52], [1, 50], [1, 50, 100, 53], [1, 50, 100, 53, 100, 52]]
+WAYS += WAYS[:3]
+"""Two ways to the state 52: over 51, over 53, and over 51 again."""
 
 
 @pytest.mark.parametrize(
@@ -151,6 +154,13 @@ STATES = [[1, 50], [1, 50, 100, 51], [1, 50, 100, 51, 100, 52], [1, 50], [1, 50,
         # all pass, and none: 0.1 x tokens x 1/2, at least one of two
         ("alp", {"groups": [[1, 1], [0, 0]], "calls": [[2], [4], [2], [4]]}, {"beta": 0.1},
          [0.707102, -0.707102, 0.707097, -0.707097]),
+        # 0.8 (r - 1 / tokens) + 0.2 x 0.5: rewards 0.5 -0.1 0; mean 0.133333, deviation 0.321455
+        ("rlsp", {"groups": [[1, 0, 0]], "calls": [[2], [4], [8]]}, {"cost": 1}, [1.140643, -0.725864, -0.414779]),
+        # half the grades 0, 1 and the missing one, 0.5; deviation 0.25
+        ("rlsp", {"groups": [[0, 0, 0]], "metrics": {"exploration": [0, 1, math.nan]}}, {"weight": 0.5},
+         [-0.999996, 0.999996, 0]),
+        ("rlsp", {"groups": [[1, 0, 0, 1]], "calls": [[1], [9], [9], [9]]}, {"cost": 0},
+         [0.866024, -0.866024, -0.866024, 0.866024]),
         ("oapl", {"groups": [[1, 0, 0, 1]]}, {}, [0.379885, -0.620115, -0.620115, 0.379885]),
         ("oapl", {"groups": [[1, 0, 0, 1]]}, {"temperature": 0.5}, [0.283110, -0.716890, -0.716890, 0.283110]),
         ("direct_advantage", {"groups": [[1]], "calls": [[1, 1, 1]], "turn_rewards": [[0.3, 0.04, -0.2]]}, {},
@@ -214,6 +224,19 @@ STATES = [[1, 50], [1, 50, 100, 51], [1, 50, 100, 51, 100, 52], [1, 50], [1, 50,
          {"omega": 0.5}, [1.154699, -0.129757, 0.577349, 1.154699, 1.284456, -2.309399, -1.154699]),
         ("graph_gpo", {"groups": [[0, 0.4, 0]], "calls": [[1, 1, 1], [1, 1], [1, 1]], "prompts": STATES}, {},
          [*[-0.577348] * 3, *[1.154696] * 2, *[-0.577348] * 2]),  # without a success
+        # 52 over 51 or 53: 2 x 2/3, 3 x 1/2 and 4 x 1/2, over 9; 2 x -1/3; 2 x -1/3, 3 x -1/2 and 4 x -1/2, over 9
+        ("hgpo", {"groups": [[1, 0, 0]], "calls": [[1, 1, 1]] * 3, "prompts": WAYS}, {"gamma": 1, "normalise": False},
+         [2 / 3, 0.5, 0.537037, -1 / 3, 0, -1 / 3, -1 / 3, -0.5, -0.462963]),
+        # the mean of 2/3, 1/2 and 1/2; and the present observation only
+        ("hgpo", {"groups": [[1, 0, 0]], "calls": [[1, 1, 1]] * 3, "prompts": WAYS},
+         {"gamma": 1, "normalise": False, "alpha": 0},
+         [2 / 3, 0.5, 0.555556, -1 / 3, 0, -1 / 3, -1 / 3, -0.5, -0.444444]),
+        ("hgpo", {"groups": [[1, 0, 0]], "calls": [[1, 1, 1]] * 3, "prompts": WAYS},
+         {"gamma": 1, "normalise": False, "history": 0},
+         [2 / 3, 0.5, 2 / 3, -1 / 3, 0, -1 / 3, -1 / 3, -0.5, -1 / 3]),
+        # 0.9025 0 0, with a deviation of 0.425443; 0.95 0; alone
+        ("hgpo", {"groups": [[1, 0, 0]], "calls": [[1, 1, 1], [1, 1], [1, 1]], "prompts": STATES}, {},
+         [1.414210, 0.999998, 0, -0.707105, -0.999998, -0.707105, 0]),
         # with deviations
         ("gigpo", {"groups": [[1, 0, 0]], "calls": [[1, 1, 1], [1, 1], [1, 1]], "prompts": STATES},
          {"normalise": True}, [2.309397, 1.861805, 1.154699, -1.154698, -1.284455, -1.154698, -0.577349]),
@@ -392,6 +415,17 @@ def test_the_loss_of_another_recipe_has_that_recipes_defaults() -> None:
     assert grpo.loss.model_dump() == taken
     assert recipe_of(**grpo.model_dump()) == grpo, "as the journal stores it"
     assert recipe_of("rloo", loss={"name": "dapo", "clip_high": 0.3}).loss.model_dump() == taken | {"clip_high": 0.3}
+
+
+def test_a_recipe_with_its_own_loss_is_stored_with_the_parameters_of_the_loss() -> None:
+    class Pulled(Clip):
+        pull: float = 0.5
+
+    class Own(PolicyGradient):
+        loss: PolicyLoss = Pulled()
+
+    own = Own.model_validate({"loss": {"pull": 0.7}})
+    assert Own.model_validate_json(own.model_dump_json()) == own and own.loss.model_dump()["pull"] == 0.7
 
 
 @pytest.mark.parametrize("name", NAMES)

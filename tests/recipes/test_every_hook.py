@@ -1,6 +1,7 @@
 """The classes in docs/recipes.md that set every hook and class variable. Pinned here:
 
-1. each public member of a base that a recipe may override is set in the class of the page, with an example;
+1. each public member of a base that a recipe may override is set in the class of the page, with an example, and in the
+   tables of "Write a recipe";
 2. the classes run: all hooks of a batch return what the gateway and the learner accept.
 """
 
@@ -32,7 +33,7 @@ def classes() -> dict[str, type[Any]]:
     section = PAGE.read_text(encoding="utf-8").partition("### Every hook and class variable")[2].partition("\n### ")[0]
     scope: dict[str, Any] = {"__name__": "plugin"}
     for block in re.findall(r"```python\n(.*?)```", section, re.DOTALL):
-        exec(compile(block, str(PAGE), "exec", dont_inherit=True), scope)
+        exec(compile(block, f"<{PAGE.name}>", "exec", dont_inherit=True), scope)  # pydantic reads a file as Python
     return {name: scope[name] for name in BASES}
 
 
@@ -56,6 +57,13 @@ def test_the_page_sets_every_hook_and_class_variable(name: str) -> None:
     }
     assert overridable(base), "the base has hooks"
     assert overridable(base) - known <= vars(classes()[name]).keys()
+
+
+def test_the_tables_name_every_hook_and_class_variable() -> None:
+    section = PAGE.read_text(encoding="utf-8").partition("## Write a recipe")[2].partition("\n### ")[0]
+    rows = [row for row in section.splitlines() if row.startswith("| ")]
+    named = {word for row in rows for code in re.findall(r"`([^`]+)`", row) for word in re.findall(r"\w+", code)}
+    assert {member for base in BASES.values() for member in overridable(base)} - named == set()
 
 
 @pytest.mark.parametrize("name", ["EveryHook", "EveryAdvantage", "EveryValue"])

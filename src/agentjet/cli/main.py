@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sqlite3
 import sys
 from collections import Counter
@@ -103,22 +104,44 @@ recipes_app = typer.Typer(
 
 
 @recipes_app.callback(invoke_without_command=True)
-def recipes(context: typer.Context) -> None:
-    """List the built-in recipes and those of installed packages."""
+def recipes(context: typer.Context, as_json: Json = False) -> None:
+    """List the built-in recipes by families, the first ones to take, and those of installed packages."""
+    import json
+
     from agentjet.recipes import registry
 
     if context.invoked_subcommand is not None:
         return
-    rows: list[tuple[str, str]] = []
-    for name in (*registry.built_in(), *registry.installed()):
+    rows = []
+    for name in (*registry.BUILT_IN, *registry.installed()):
         try:
-            meaning = summary(registry.find(name)).partition(": ")[2]
+            recipe = registry.find(name)
+            meaning, label = summary(recipe).partition(": ")[2], confidence(recipe)
         except ValueError as error:  # An installed package is broken; the others work.
-            meaning = f"unusable: {error}"
-        rows.append((name, meaning))
-    for line in aligned(rows):
+            meaning, label = f"unusable: {error}", ""
+        rows.append({"name": name, "family": registry.BUILT_IN.get(name, ""), "meaning": meaning, "confidence": label})
+    if as_json:
+        typer.echo(json.dumps(rows, indent=2))
+        return
+    typer.echo("Begin with one of these; * is the default:")
+    uses = [(_marked(name), f"for {use}; leave it for {leave}") for name, (use, leave) in registry.FIRST.items()]
+    families = {**registry.families(), "": "of installed packages"}
+    lines = aligned([*uses, *((_marked(row["name"]), row["meaning"]) for row in rows)])
+    for line in lines[: len(uses)]:
         print_text(line)
-    typer.echo("agentjet recipes show NAME prints formula, source and parameters; docs/recipes.md has all")
+    for row, line in zip(rows, lines[len(uses) :], strict=True):
+        if meaning := families.pop(row["family"], ""):
+            print_text(f"\n{row['family'] or 'others'}: {meaning}")
+        print_text(line)
+    typer.echo(
+        "\nagentjet recipes show NAME prints formula, source and parameters; docs/which-recipe.md has more reasons"
+    )
+
+
+def _marked(name: str) -> str:
+    from agentjet.recipes.registry import DEFAULT
+
+    return f"{'*' if name == DEFAULT else ' '} {name}"
 
 
 @recipes_app.command("show")
@@ -212,6 +235,12 @@ def summary(recipe: type[Recipe]) -> str:
     return cleandoc(recipe.__doc__ or recipe.__name__).partition("\n")[0]
 
 
+def confidence(recipe: type[Recipe]) -> str:
+    """Returns what is known about a recipe's equality with its source: the label in its description, '' without one."""
+    label = re.search(r"Confidence:\s+(equal\s+to|after|inspired\s+by)\b", recipe.__doc__ or "")
+    return " ".join(label[1].split()) if label else ""
+
+
 def parameters(component: type[Component], prefix: str = "") -> Iterator[tuple[str, str, str, str]]:
     """Yields name, default, type and meaning of each parameter. Those of an inner part have its name in front."""
     from agentjet.config.loader import toml, type_of
@@ -232,9 +261,13 @@ def recipes_reference() -> str:
 
     found = {name: registry.find(name) for name in registry.built_in()}
     shared = list(parameters(found["grpo"]))
-    lines = ["| recipe | in one line |", "|---|---|"]
-    lines += [f"| [`{name}`](#{name}) | {summary(recipe).partition(': ')[2]} |" for name, recipe in found.items()]
-    parts = ["\n".join(lines)]
+    parts = []
+    for chapter, meaning in registry.families().items():
+        lines = [f"**{chapter}**: {meaning}", "", "| recipe | in one line | confidence |", "|---|---|---|"]
+        for name in registry.CHAPTERS[chapter].split():
+            link = f"[`{name}`](#{name}){', the default' if name == registry.DEFAULT else ''}"
+            lines.append(f"| {link} | {summary(found[name]).partition(': ')[2]} | {confidence(found[name])} |")
+        parts.append("\n".join(lines))
     for name, recipe in found.items():
         own = shared if name == "grpo" else [one for one in parameters(recipe) if one not in shared]
         table = ["| parameter | type | default | meaning |", "|---|---|---|---|"]

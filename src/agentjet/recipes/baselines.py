@@ -52,8 +52,8 @@ class Grpo(PolicyGradient):
 
         A_i = (r_i - mean(r)) / (std(r) + 1e-6), with the sample standard deviation
 
-    Source: arXiv 2402.03300, as verl computes it without its dual clip: `loss.dual_clip = 3` adds that. Confidence:
-    reproduced.
+    Source: arXiv 2402.03300. Confidence: equal to verl 0.9.1 with `loss.dual_clip = 3`, which is verl's default and not
+    this recipe's.
     Use: the default. Rewards of any scale; groups of two or more.
     Cost: one forward and one backward pass.
     """
@@ -72,7 +72,7 @@ class DrGrpo(PolicyGradient):
 
         A_i = r_i - mean(r),  loss = sum of token losses / (constant x sequences)
 
-    Source: arXiv 2503.20783. Confidence: reproduced.
+    Source: arXiv 2503.20783. Confidence: equal to verl 0.9.1 with `loss.dual_clip = 3`.
     Use: where GRPO favours very easy and very hard tasks, or long wrong answers. Set `constant` to `job.max_tokens`.
     Cost: as GRPO.
     """
@@ -89,7 +89,7 @@ class Rloo(PolicyGradient):
 
         A_i = r_i - mean of r_j with j != i = n / (n - 1) (r_i - mean(r))
 
-    Source: arXiv 2402.14740. Confidence: reproduced.
+    Source: arXiv 2402.14740. Confidence: equal to verl 0.9.1 with `loss.dual_clip = 3`.
     Use: an unbiased baseline that keeps the scale of the rewards.
     Cost: as GRPO.
     """
@@ -106,7 +106,7 @@ class Opo(PolicyGradient):
 
         A_i = r_i - sum(len_j r_j) / sum(len_j)
 
-    Source: arXiv 2505.23585, as verl computes it. Confidence: reproduced.
+    Source: arXiv 2505.23585. Confidence: equal to verl 0.9.1 with `loss.dual_clip = 3`.
     Use: on-policy training with answers of very different lengths.
     Cost: as GRPO.
     """
@@ -135,7 +135,7 @@ class GrpoPassk(Grpo):
 
         A_best = (r_best - r_second) / (std(r) + 1e-6), all others 0
 
-    Source: arXiv 2503.19595. Confidence: inspired by: checked against no numbers of others.
+    Source: arXiv 2503.19595. Confidence: equal to verl 0.9.1 with `loss.dual_clip = 3`.
     Use: to widen the set of tasks that one of k attempts solves. With rewards of 0 and 1 it trains groups with exactly
     one success.
     Cost: less than GRPO: one episode of a group is computed.
@@ -157,7 +157,7 @@ class MaxRl(PolicyGradient):
 
         A_i = (r_i - mean(r)) / mean(r), 0 if the mean is not positive
 
-    Source: arXiv 2602.02710, as prime-rl computes it. Confidence: reproduced.
+    Source: arXiv 2602.02710. Confidence: equal to github.com/PrimeIntellect-ai/prime-rl at 0d6738f in the advantage.
     Use: rewards of 0 and 1 and large groups. A task with pass rate p weighs about 1 / p more than in `dr_grpo`.
     Cost: as GRPO.
     """
@@ -176,7 +176,7 @@ class Pkpo(PolicyGradient):
             = G / C(G, k) x sum over members j with a lower rank than i of C(rank_j, k - 2) (r_i - r_j)
 
     Source: arXiv 2505.15201, its estimator s^(loo-1) for rewards of any scale, times G, because losses are means.
-    Confidence: reproduced: equal to github.com/kpahwa16/pass-k-policy-optimization at 1b0928e on random groups.
+    Confidence: equal to github.com/kpahwa16/pass-k-policy-optimization at 1b0928e in the advantage.
     Use: to widen the set of tasks that one of k attempts solves. Groups larger than k have less variance.
     Cost: less than GRPO: the lower episodes of a group are not computed.
     """
@@ -203,8 +203,8 @@ class DrMas(Grpo):
 
         A_i,role = (r_i,role - mean) / (std + 1e-6), over the group's episodes in which the role has calls
 
-    Source: github.com/langfengQ/DrMAS at 19c632b. Confidence: reproduced, except that each episode counts once and not
-    each call.
+    Source: Dr. MAS. Confidence: equal to github.com/langfengQ/DrMAS at 19c632b in the advantage, if a role has one call
+    in an episode. Here each episode counts once, and there each call.
     Use: teams whose roles differ in difficulty, or in how often they have calls.
     Cost: as GRPO.
     """
@@ -220,7 +220,8 @@ class HapoTlga(Grpo):
         A_i = (r_i - mu) / (std + 1e-6), mu and population std over the tokens of the group
         A group with |A| >= 5 gets the advantages of GRPO.
 
-    Source: github.com/starriver030515/HAPO at 7671dde. Confidence: reproduced, with masked positions only.
+    Source: HAPO. Confidence: equal to github.com/starriver030515/HAPO at 7671dde in the advantage, which sees padding
+    in its test of the bound.
     Use: with the aggregation over tokens, so that the sum of advantages over tokens is 0.
     Cost: as GRPO.
     """
@@ -242,7 +243,7 @@ class Reinforce(PolicyGradient):
 
         A_i = r_i,  L = -A log(policy)
 
-    Source: Williams 1992, doi 10.1007/BF00992696. Confidence: reproduced.
+    Source: Williams 1992, doi 10.1007/BF00992696. Confidence: after its formula.
     Use: to compare with, and for rewards of both signs; a group may have one episode. Other recipes have less variance.
     Cost: as GRPO; episodes with reward 0 are not computed.
     """
@@ -261,7 +262,8 @@ class ReinforcePp(PolicyGradient):
 
         A_t = (R - mean) / sqrt(var + 1e-8), with mean and unbiased variance over the batch's tokens
 
-    Source: arXiv 2501.03262, as verl computes it with gamma 1 and a reward at the end. Confidence: reproduced.
+    Source: arXiv 2501.03262. Confidence: equal to verl 0.9.1 with gamma 1, a reward at the end and `loss.dual_clip =
+    3`.
     Use: many tasks with few repeats each; a group may have one episode.
     Cost: as GRPO.
     """
@@ -294,7 +296,7 @@ class ReinforcePpBaseline(ReinforcePp):
 
         A_t = whiten(R - mean of the group), see `reinforce_pp`
 
-    Source: arXiv 2501.03262, as verl computes it. Confidence: reproduced.
+    Source: arXiv 2501.03262. Confidence: equal to verl 0.9.1 with `loss.dual_clip = 3`.
     Use: groups whose deviations differ by chance, because one deviation serves the whole batch.
     Cost: as GRPO.
     """

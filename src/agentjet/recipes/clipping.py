@@ -50,7 +50,7 @@ class Dapo(Grpo):
 
         r_i += clip(-(len_i - (max_length - buffer)) / buffer x factor, -factor, 0)
 
-    Source: arXiv 2503.14476, as verl computes it up to `max_length`. Confidence: reproduced.
+    Source: arXiv 2503.14476. Confidence: equal to verl 0.9.1 for episodes up to `max_length`.
     Use: long reasoning with rewards of 0 and 1. Set `max_length` for the penalty.
     Cost: as GRPO, and the episodes of dropped groups.
     """
@@ -109,7 +109,7 @@ class Gspo(Grpo):
 
         s_i = exp(mean over tokens of log(policy / sampling policy)),  L = max(-A s_i, -A clip(s_i, 1 - low, 1 + high))
 
-    Source: arXiv 2507.18071, bounds of its section 5.1. Confidence: reproduced.
+    Source: arXiv 2507.18071, bounds of its section 5.1. Confidence: equal to verl 0.9.1.
     Use: long answers and mixtures of experts, where ratios of single tokens are noisy.
     Cost: as GRPO, and one more forward pass if a mini-batch is several micro-batches.
     """
@@ -135,7 +135,8 @@ class GspoToken(Gspo):
 
         s_t = stop_gradient(s_i) policy_t / stop_gradient(policy_t),  L = max(-A_t s_t, -A_t clip(s_t))
 
-    Source: arXiv 2507.18071, section 4.3. Confidence: reproduced. With equal advantages in a sequence it is GSPO.
+    Source: arXiv 2507.18071, section 4.3. Confidence: equal to verl 0.9.1, whose `gspo` it is. With equal advantages in
+    a sequence it is GSPO.
     Use: GSPO with advantages of tokens or turns, or with a correction of stale samples.
     Cost: as GSPO.
     """
@@ -167,7 +168,7 @@ class Gmpo(Grpo):
 
         L_i = -A exp(mean over tokens of x),  x = min(log r, clip) if A > 0, else max(log r, -clip)
 
-    Source: arXiv 2507.20673, its listing. Confidence: inspired by: checked against the formula, not against code.
+    Source: arXiv 2507.20673. Confidence: equal to verl 0.9.1, whose name for it is `geo_mean`.
     Use: several steps on one batch, with wider bounds than GRPO's.
     Cost: as GSPO.
     """
@@ -198,7 +199,7 @@ class Cispo(Grpo):
 
         L = -stop_gradient(clip(r, 1 - clip_low, 1 + clip_high)) A log(policy)
 
-    Source: arXiv 2506.13585. Confidence: reproduced. `clip_high` is verl's; ScaleRL has 5.
+    Source: arXiv 2506.13585. Confidence: equal to verl 0.9.1. `clip_high` is verl's; ScaleRL has 5.
     Use: rare, decisive tokens (reasoning words) that PPO's clip silences.
     Cost: as GRPO.
     """
@@ -243,7 +244,8 @@ class Dppo(Grpo):
         L = -stop_gradient(min(r, max_ratio)) A log(policy), 0 if the update would move p further than the bound
         far = |p - q| > bound, or KL((q, 1 - q) || (p, 1 - p)) > bound;  p, q = probability by policy, sampling policy
 
-    Source: arXiv 2602.04879, its binary approximations and bounds as in verl. Confidence: reproduced.
+    Source: arXiv 2602.04879, its binary approximations. Confidence: equal to verl 0.9.1, whose names are `dppo_tv` and
+    `dppo_kl`.
     Use: large vocabularies, where PPO's clip silences rare tokens and lets frequent ones move far.
     Cost: as GRPO.
     """
@@ -294,8 +296,8 @@ class ClipCov(Grpo):
         cov_t = (A_t - mean(A)) (log policy_t - mean(log policy)), over the mini-batch
         Of the tokens with lowest < cov_t < highest that are not clipped, share x tokens have no gradient.
 
-    Source: arXiv 2505.22617, as verl computes it. Confidence: reproduced, except that the chosen tokens lie at equal
-    distances in the batch, instead of at random.
+    Source: arXiv 2505.22617. Confidence: equal to verl 0.9.1, except that the chosen tokens lie at equal distances in
+    the batch, instead of at random.
     Use: runs whose `policy/entropy` falls towards 0 while the reward still rises.
     Cost: as GSPO; every token is computed.
     """
@@ -327,7 +329,7 @@ class KlCov(Grpo):
 
         L = -A r + coef |log r| for the share of tokens with the highest cov_t, see `clip_cov`;  L = -A r for others
 
-    Source: arXiv 2505.22617, as verl computes it. Confidence: reproduced.
+    Source: arXiv 2505.22617. Confidence: equal to verl 0.9.1.
     Use: the same as `clip_cov`. Without several steps on a batch, r is 1 and the penalty has no gradient.
     Cost: as GSPO; every token is computed.
     """
@@ -343,8 +345,8 @@ class TopEntropy(Grpo):
 
         A_t = A if H_t >= the (1 - keep)-quantile of H over the batch's tokens, else 0
 
-    Source: arXiv 2506.01939, as TRL computes it with `top_entropy_quantile`, over the batch and with entropies of the
-    weights before it. Confidence: reproduced. `loss = "dapo"` adds the bounds of its runs. Means are over all tokens.
+    Source: arXiv 2506.01939. Confidence: equal to TRL 1.16 with `top_entropy_quantile` in the choice of tokens, with
+    entropies of the weights before the batch. `loss = "dapo"` adds the bounds of its runs. Means are over all tokens.
     Use: long reasoning, where few tokens decide how an answer goes on.
     Cost: one more forward pass for the entropies; other tokens are not computed.
     """
@@ -387,7 +389,7 @@ class Sapo(Grpo):
 
         L = -A 4 / s sigmoid(s (r - 1)),  s = positive if A > 0, else negative
 
-    Source: arXiv 2511.20347. Confidence: inspired by: checked against no numbers of others.
+    Source: arXiv 2511.20347. Confidence: equal to verl 0.9.1.
     Use: several steps on one batch, and mixtures of experts, where a hard clip loses many tokens.
     Cost: as GRPO.
     """
@@ -416,8 +418,8 @@ class Loop(Rloo):
         A_i = r_i - mean of the others, left out if |A_i| < min_advantage
         L = max(-A r, -A clip(r, 1 / (1 + clip), 1 + clip)), mean over each episode's tokens
 
-    Source: github.com/apple/ml-loop at 6ade7b9. Confidence: reproduced, without the rounding to
-    workers and without the stop at a large mean log-ratio.
+    Source: LOOP. Confidence: equal to github.com/apple/ml-loop at 6ade7b9, without the rounding to workers and without
+    the stop at a large mean log-ratio.
     Use: long interactive tasks; with several `mini_batches`.
     Cost: twice GRPO's: two epochs.
     """
@@ -519,8 +521,10 @@ class Aepo(Grpo):
         A_t = A (1 + entropy_weight z_t),  z = (H - mean(H)) / std(H) over the batch's tokens, at least -5
         r > 1 + clip_high and A > 0:  the gradient is (1 + clip_high) A instead of 0
 
-    Source: arXiv 2510.14545, the authors' code in public forks, with entropies of the weights before the batch.
-    Confidence: reproduced, without the branching of its sampling.
+    Source: Agentic Entropy-Balanced Policy Optimization, arXiv 2510.14545. Confidence: equal to
+    github.com/multi-agent-deep-research/ARPO at b7a33bd, a copy of the authors' code, with entropies of the weights
+    before the batch and without the branching of its sampling. Arbitrary Entropy Policy Optimization has the same
+    abbreviation and is another method.
     Use: tool agents whose entropy collapses.
     Cost: one more forward pass for the entropies.
     """
@@ -582,8 +586,8 @@ class Hapo(HapoTlga):
         lower bound 0.2 (1 - min(h, 0)), upper bound 0.2 (1 + max(h, 0))
         A = A (1 + h) for h > 0 outside half the bounds, and for h <= 0 inside them
 
-    Source: github.com/starriver030515/HAPO at 7671dde, with signed h as its formulas need (the released code loses the
-    sign), and with entropies of the weights before the batch. Confidence: reproduced, without its temperature.
+    Source: github.com/starriver030515/HAPO at 7671dde. Confidence: after its formulas: h has its sign, which the
+    released code loses, and entropies are those of the weights before the batch. Without its temperature.
     Use: long reasoning, with a mean over tokens.
     Cost: one more forward pass for the entropies.
     """
@@ -654,7 +658,8 @@ class EntropyBonus(Grpo):
 
         L = L_grpo - entropy_coef H,  H: the entropy of each present distribution, with gradient
 
-    Source: arXiv 1602.01783, section 4, on tokens. Confidence: reproduced.
+    Source: arXiv 1602.01783, section 4, on tokens. Confidence: equal to verl 0.9.1 with `entropy_coeff` and
+    `loss.dual_clip = 3`.
     Use: runs whose `policy/entropy` falls towards 0 while the reward still rises. Other recipes have it, too.
     Cost: every token is computed, and the head's distributions have a gradient.
     """

@@ -1,4 +1,4 @@
-"""`Critic`: the base of recipes that learn values, and these recipes.
+"""Critics: advantages from values that are learned, too.
 
 | value of | recipes |
 |---|---|
@@ -166,8 +166,8 @@ class Ppo(Critic):
 
     t + 1 is the next token of the same role: observations between two calls are skipped. Rewards of turns come at the
     ends of their calls, that of the episode at the end.
-    Source: arXiv 1707.06347 and 1506.02438, as verl computes them; the critic is a linear head on the policy's last
-    hidden states instead of a second model. Confidence: reproduced, except for the head.
+    Source: arXiv 1707.06347 and 1506.02438. Confidence: equal to verl 0.9.1 with `loss.dual_clip = 3`; the critic is a
+    linear head on the policy's last hidden states instead of a second model.
     Use: long episodes, where one reward for all tokens is too coarse; groups of one episode.
     Cost: one more forward pass for the values; every token is computed.
     """
@@ -219,9 +219,9 @@ class Vapo(Ppo):
         policy: lambda = max(0, 1 - 1 / (alpha x tokens of the sequence));  values: lambda = `lam`
         In the first `warm_up` batches, advantages are 0: only values learn.
 
-    Source: arXiv 2504.05118 and VC-PPO 2503.01491, these parts and the upper clip, as open-instruct and AReaL compute
-    them. Without its cross-entropy of right answers, and with a head instead of a second model. Confidence: reproduced
-    in these parts.
+    Source: arXiv 2504.05118 and VC-PPO 2503.01491. Confidence: after these parts of it and its upper clip, without its
+    cross-entropy of right answers, and with a head instead of a second model. UI-TARS-2 (2509.02544) trains with the
+    same four: decoupled and length-adaptive GAE, values that learn first, and the upper clip.
     Use: long answers with one reward at the end, whose signal the lambda of `ppo` loses after some dozens of tokens.
     Cost: as PPO, and the batches of the warm-up. With `value_coef` above 0 the values change the policy in it.
     """
@@ -299,8 +299,8 @@ class Digirl(Critic):
 
     o_k is the prompt of call k; after the last call P is 0. r_k is the reward of the call; the last one has that of the
     episode, too.
-    Source: arXiv 2406.11896 and github.com/DigiRL-agent/digirl at c74ec34, its step-level part: one critic instead of
-    the smaller of two, a head on the policy, and no replay buffer. Confidence: reproduced in this part.
+    Source: arXiv 2406.11896 and github.com/DigiRL-agent/digirl at c74ec34. Confidence: after its step-level part: one
+    critic instead of the smaller of two, a head on the policy, and no replay buffer.
     Use: device control and web tasks with rewards of 0 or 1 and many turns.
     Cost: one more forward pass for the values; every token is computed.
     """

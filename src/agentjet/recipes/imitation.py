@@ -37,7 +37,7 @@ class Sft(Recipe):
 
         L = -log(policy), mean over the tokens of the answers with their end tokens
 
-    Source: standard. Confidence: reproduced.
+    Source: standard. Confidence: after the textbook.
     Use: a warm start. A run with any other recipe uses this one for demonstrations, so it need not be chosen.
     As the recipe of a run it refuses training episodes: for sampled answers with a good reward there is `rft`.
     Cost: one forward and backward pass; nothing is sampled.
@@ -81,7 +81,7 @@ class Rft(Imitation):
 
         L = -log(policy), mean over the tokens of episodes with r_i >= threshold
 
-    Source: standard, also called filtered behaviour cloning. Confidence: reproduced.
+    Source: standard, also called filtered behaviour cloning. Confidence: after the textbook.
     Use: a first phase for models that rarely succeed; groups of one are enough.
     Cost: less than GRPO: failed episodes are not computed.
     """

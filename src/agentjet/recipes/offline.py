@@ -56,7 +56,7 @@ class Awr(Grpo):
 
         L = -min(exp(A / beta), max_weight) log(policy), A as in GRPO
 
-    Source: arXiv 1910.00177, with the group's mean as the value. Confidence: reproduced.
+    Source: arXiv 1910.00177. Confidence: after its formula, with the group's mean as the value.
     Use: stale samples of any age: it needs no probability of the sampling policy.
     Cost: as GRPO; every token is computed.
     """
@@ -92,7 +92,8 @@ class Dro(PolicyGradient):
 
         A_i = r_i - mean(r),  L = -A log(policy) + beta / 2 (log(policy) - log(sampling policy))^2
 
-    Source: arXiv 2405.19107, per token with the group's mean as the value. Confidence: inspired by.
+    Source: arXiv 2405.19107. Confidence: equal to verl 0.9.1, which has the loss per token, with the group's mean as
+    the value.
     Use: stale samples, and many steps on one batch.
     Cost: as GRPO; every token is computed, also those without advantage.
     """
@@ -124,7 +125,7 @@ class Oapl(PolicyGradient):
         A_i = r_i - temperature log(mean of exp(r / temperature))
         L_i = (beta (log(policy) - log(sampling policy)) - A_i)^2, with the sums of the episode's tokens
 
-    Source: arXiv 2602.19362, in NeMo-RL's description; the loss of KARL, 2603.05218. Confidence: reproduced.
+    Source: arXiv 2602.19362; the loss of KARL, 2603.05218. Confidence: after its formula in NeMo-RL's description.
     Use: samples that are many versions old, large batches with several passes: no ratio, no clip. Groups with equal
     rewards pull towards the sampling policy.
     Cost: as GSPO; every token is computed.
@@ -225,7 +226,7 @@ class Dpo(Recipe):
     It is the mean over pairs (w, l) of one group and role with r_w - r_l >= margin, or of best against worst.
     A pair needs a shared prefix: the same tokens before the first answer. The reference is version 0.
 
-    Source: arXiv 2305.18290. Confidence: reproduced.
+    Source: arXiv 2305.18290. Confidence: after its formula.
     Use: rewards that only rank, such as a judge's. One optimiser step a batch, because a step changes every margin.
     Cost: two more forward passes, of the present weights and of the reference; no backward for episodes without a pair.
     """

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple,
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, SerializeAsAny, field_validator, model_validator
+from pydantic import Field, SerializationInfo, field_serializer, field_validator, model_validator
 
 from agentjet.recipes import hooks, registry
 from agentjet.recipes.losses import (
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 FloatArray = NDArray[np.float64]
 Outputs = Mapping[str, NDArray[np.float32]]
 """Numbers [M] that the learner computed, by the names of `needs` and value heads."""
-OwnLoss = Annotated[SerializeAsAny[PolicyLoss], Field(description="The policy loss.")]
+OwnLoss = Annotated[PolicyLoss, Field(description="The policy loss.")]
 """The field `loss` of a recipe with another default."""
 EPS = 1e-6
 """Limits advantages at tiny standard deviations. verl uses the same value."""
@@ -61,7 +61,7 @@ class Comparison(NamedTuple):
 class PolicyGradient(Recipe):
     """The parameters and the arithmetic that policy gradients with group baselines share."""
 
-    loss: SerializeAsAny[PolicyLoss] = Clip()
+    loss: PolicyLoss = Clip()
     """The policy loss: `clip`, the name of a recipe, whose loss is taken, or a section with `name` and parameters."""
     aggregation: Literal["auto", "token_mean", "sequence_mean", "sequence_sum", "constant"] = "auto"
     """Reduction of the token losses: mean over the batch's tokens, mean over sequences of their token means or of
@@ -321,6 +321,11 @@ class PolicyGradient(Recipe):
                 f"{min(unknown)!r} that this loss reads; set recipe = {name!r}, which makes it"
             )
         return loss.model_validate({**changed, **given, "name": name})
+
+    @field_serializer("loss")
+    def _loss_is_whole(self, loss: PolicyLoss, info: SerializationInfo) -> dict[str, Any]:
+        # Pydantic would leave out the parameters that the annotated class, often `PolicyLoss`, does not have.
+        return loss.model_dump(mode=info.mode)
 
     @model_validator(mode="after")
     def _groups_are_compared(self) -> Self:

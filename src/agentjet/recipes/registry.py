@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 from collections.abc import Mapping
 from functools import cache, partial
 from importlib.metadata import EntryPoint, entry_points
@@ -23,16 +24,23 @@ CHAPTERS = {
     "clipping": "adaptive_entropy adaptive_kl aepo cispo clip_cov dapo dppo entropy_bonus etr gmpo gspo gspo_token "
     "hapo kl_cov loop sapo top_entropy",
     "critic": "archer digirl ppo vapo",
+    "turns": "dense_turn_credit gigpo graph_gpo hgpo mars stepwise_grpo stratified_grpo",
+    "rewards": "alp craft_gui duration_aware gdpo hc_grpo rapo rlsp single_stream",
+    "sampling": "dart pass_rate rapo_pruning scaling_inter staged task_temperature",
     "imitation": "digirl_curriculum distill rft sft",
     "offline": "awr direct_advantage dpo dro oapl",
-    "rewards": "alp craft_gui duration_aware gdpo hc_grpo rapo single_stream",
-    "sampling": "dart pass_rate rapo_pruning scaling_inter staged task_temperature",
-    "turns": "dense_turn_credit gigpo graph_gpo mars stepwise_grpo stratified_grpo",
 }
-"""The names of the built-in recipes, by the module of this package that defines them."""
+"""The families: the names of the built-in recipes, by the module of this package that defines them."""
 BUILT_IN = {name: chapter for chapter, names in CHAPTERS.items() for name in names.split()}
 GROUP = "agentjet.recipes"
 DEFAULT = "grpo"
+FIRST = {
+    DEFAULT: ("rewards of any scale", "a reason of the other three"),
+    "dr_grpo": ("answers that grow longer without becoming better", "rewards of several scales: it does not divide"),
+    "dapo": ("groups that often have equal rewards", "tasks that are expensive to sample again"),
+    "gspo": ("mixtures of experts; several steps on a batch", "credit that differs within an answer"),
+}
+"""The recipes to begin with: what each is for, and what to leave it for."""
 MOST_VALIDATED = 256
 _validated: dict[tuple[type[Recipe], str], Recipe] = {}
 """Recipes of plug-ins by class and parameters. So validators run where a job is set, and not again in the event loop
@@ -43,6 +51,12 @@ Part = TypeVar("Part", bound=Component)
 def built_in() -> list[str]:
     """Returns the names of the built-in recipes."""
     return sorted(BUILT_IN)
+
+
+def families() -> dict[str, str]:
+    """Returns the first sentence of each chapter: what its recipes have in common."""
+    docs = {chapter: importlib.import_module(f"{__package__}.{chapter}").__doc__ or "" for chapter in CHAPTERS}
+    return {chapter: re.split(r"\.\s", doc.partition(": ")[2])[0] for chapter, doc in docs.items()}
 
 
 def installed() -> dict[str, EntryPoint]:

@@ -3,7 +3,7 @@
 | fact | recipes |
 |---|---|
 | metrics that agents send with the reward | `craft_gui`, `hc_grpo`; `gdpo`, one by one; `duration_aware`, a time |
-| lengths of episodes, by the pass rate of the group | `alp` |
+| lengths of episodes | `alp`, by the pass rate of the group; `rlsp`, and a metric for exploration |
 | other groups of the batch | `rapo` |
 | earlier episodes of the task | `single_stream`, and `digirl_curriculum` in `imitation` |
 
@@ -25,6 +25,7 @@ from agentjet.recipes.policy_gradient import (
     Comparison,
     FloatArray,
     PolicyGradient,
+    compared_rewards,
     facts_of,
     lengths,
     penalised,
@@ -92,8 +93,8 @@ class Gdpo(Grpo):
 
         A_i = whiten(sum over metrics of weight x (m_i - mean(m)) / (std(m) + 1e-6)), see `reinforce_pp`
 
-    Source: arXiv 2601.05242, as verl computes it. Confidence: reproduced. An episode without a metric is not compared
-    by it.
+    Source: arXiv 2601.05242. Confidence: equal to verl 0.9.1 with `loss.dual_clip = 3`. An episode without a metric is
+    not compared by it.
     Use: several goals of different scales, such as a right answer, its format and its length. Agents send them as
     metrics with the reward; `reward` is the reward itself.
     Cost: as GRPO.
@@ -124,8 +125,7 @@ class Alp(Grpo):
 
         r_i -= beta x tokens_i x max(p, 1 / G),  p = share of the group's episodes with reward >= pass_reward
 
-    Source: arXiv 2506.05256, whose beta is 1e-7. Confidence: inspired by: read in notes that state the formula, and
-    checked against no numbers of others.
+    Source: arXiv 2506.05256, whose beta is 1e-7. Confidence: after its formula, as notes about it state it.
     Use: long reasoning. Easy tasks get shorter answers, and hard tasks keep theirs. Equal rewards are divided by the
     deviation of the penalties, so even a small `beta` shortens the answers of solved tasks.
     Cost: as GRPO.
@@ -144,6 +144,38 @@ class Alp(Grpo):
         for episodes, role, rewards_G in self.comparisons(facts_of(batch)):
             penalties_ER[episodes, role] *= max((rewards_G >= self.pass_reward).mean(), 1 / len(rewards_G))
         return super().sequence_advantages(penalised(batch, penalties_ER))
+
+
+class Rlsp(Grpo):
+    """RLSP: GRPO on the reward, a bonus for long thoughts, and a judge's grade of how the answer was searched.
+
+        r_i = (1 - weight) (r_i - cost / tokens_i) + weight m_i,  m = `metric` of the episode, 0.5 without one
+
+    Source: arXiv 2502.06773, Reinforcement Learning via Self-Play. Confidence: equal to
+    github.com/GuanghaoYe/Emergence-of-Thinking at a36ba6c in the reward, without its penalty for a missing box; the
+    advantage is GRPO's, where the source has PPO's, and all answers of the episode are the thought.
+    Use: models that answer without thinking. The agent sends a judge's grade in [0, 1] as a metric with the reward.
+    With `cost = 1000`, an answer of 500 tokens costs 2, and one of 2,000 tokens 0.5: lower it for short answers.
+    Cost: as GRPO.
+    """
+
+    name: str = "rlsp"
+    cost: float = Field(1000.0, ge=0)
+    """Tokens whose number is a cost of 1: short answers cost more. 0: no bonus for long answers."""
+    weight: float = Field(0.2, ge=0, le=1)
+    """Weight of the metric in the reward."""
+    metric: str = Field("exploration", min_length=1)
+    """Metric that the agent sends with its reward."""
+
+    equal_rewards_teach: ClassVar[bool] = True
+
+    def sequence_advantages(self, batch: TrainingBatch) -> FloatArray:
+        facts = facts_of(batch)
+        grades_E = np.nan_to_num(values_of(facts, self.metric), nan=0.5)
+        rewards_ER = compared_rewards(facts)
+        searched_ER = rewards_ER - self.cost / np.maximum(1, lengths(batch))
+        mixed_ER = (1 - self.weight) * searched_ER + self.weight * grades_E[:, None]
+        return super().sequence_advantages(penalised(batch, rewards_ER - mixed_ER))
 
 
 class HcGrpo(Grpo):

@@ -143,7 +143,8 @@ class ScalingInter(Grpo):
 
         max_turns = turns[min((step - 1) // every, stages - 1)], for the steps 1, 2, ...
 
-    Source: github.com/WooooDyy/AgentGym-RL at 82402a9. Confidence: reproduced, with one formula also after a restart.
+    Source: AgentGym-RL. Confidence: equal to github.com/WooooDyy/AgentGym-RL at 82402a9 in the limit, with one formula
+    also after a restart.
     Use: long multi-turn tasks, in which early policies waste turns. Agents end at `episode.max_turns`; an episode that
     was cut has the reward that its agent gives it.
     Cost: twice GRPO's (two epochs), and the reference.

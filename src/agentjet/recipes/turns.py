@@ -3,7 +3,7 @@
 | reads | recipes |
 |---|---|
 | rewards of calls | `mars`, centred for each role; `dense_turn_credit`, compared with the same turn of the group |
-| rewards of calls or episodes, and what was observed before each call | `gigpo` |
+| rewards of calls or episodes, and what was observed before each call | `gigpo`; `hgpo`, and before earlier calls |
 | successes, and the graph of what was observed | `graph_gpo` |
 | the number of turns | `stratified_grpo` |
 | entropies of turns, of which each counts once | `stepwise_grpo`, and `dart` in `sampling` |
@@ -22,7 +22,15 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from agentjet.recipes.baselines import Grpo
-from agentjet.recipes.policy_gradient import FloatArray, Outputs, PolicyGradient, centred, compared_rewards, facts_of
+from agentjet.recipes.policy_gradient import (
+    EPS,
+    FloatArray,
+    Outputs,
+    PolicyGradient,
+    centred,
+    compared_rewards,
+    facts_of,
+)
 from agentjet.recipes.recipe import Need
 from agentjet.section import Int64
 from agentjet.timeline.batch import Facts, TrainingBatch
@@ -57,6 +65,23 @@ Observed = tuple[int, int, bytes | None]
 """A group, a role and what was observed before a call of it; None for a success."""
 
 
+def calls_after(recipe: PolicyGradient, batch: TrainingBatch) -> dict[Observed, list[int]]:
+    """Returns the calls that the recipe compares, by what was observed before them."""
+    facts, seen_C = facts_of(batch), observations(batch.forest)
+    is_compared_C = recipe.compared(facts)[facts.call_episode, facts.call_role]
+    calls: dict[Observed, list[int]] = {}
+    for call in np.flatnonzero(is_compared_C).tolist():
+        if call in seen_C:
+            place = int(facts.groups[facts.call_episode[call]]), int(facts.call_role[call]), seen_C[call]
+            calls.setdefault(place, []).append(call)
+    return calls
+
+
+def turn_keys(facts: Facts) -> list[tuple[int, int, int]]:
+    """Returns the episode, the role and the turn [C] of each call."""
+    return list(zip(facts.call_episode.tolist(), facts.call_role.tolist(), facts.call_turn.tolist(), strict=True))
+
+
 class SameObservation(Grpo):
     """The base of recipes that compare the calls of a group after the same observation."""
 
@@ -70,14 +95,7 @@ class SameObservation(Grpo):
         raise NotImplementedError
 
     def token_advantages(self, batch: TrainingBatch) -> NDArray[np.float32]:
-        facts = facts_of(batch)
-        is_compared_C = self.compared(facts)[facts.call_episode, facts.call_role]
-        seen_C = observations(batch.forest)
-        calls: dict[Observed, list[int]] = {}
-        for call in np.flatnonzero(is_compared_C).tolist():
-            if call in seen_C:
-                place = int(facts.groups[facts.call_episode[call]]), int(facts.call_role[call]), seen_C[call]
-                calls.setdefault(place, []).append(call)
+        facts, calls = facts_of(batch), calls_after(self, batch)
         values_C, steps_C = self.call_values(facts, calls), np.zeros(len(facts.call_turn))
         for same in calls.values():
             steps_C[same] = self.group_advantages(values_C[same])
@@ -90,9 +108,10 @@ class Gigpo(SameObservation):
         A = A_episode + step_weight A_step,  A_episode = r - mean(r)
         A_step = G_k - mean of G over calls with the same observation,  G_k = r_k + gamma G_{k+1}
 
-    Source: arXiv 2505.10978, as in github.com/langfengQ/DrMAS at 19c632b. Confidence: reproduced. An observation is the
-    text between the role's answer and its next call; without rewards of calls, the last call has the episode's reward.
-    If the template rewrites earlier answers, calls rarely share an observation: set `job.history = "as_sampled"`.
+    Source: arXiv 2505.10978. Confidence: equal to github.com/langfengQ/DrMAS at 3b556f2 in the advantage. An
+    observation is the text between the role's answer and its next call; without rewards of calls, the last call has the
+    episode's reward. If the template rewrites earlier answers, calls rarely share an observation: set `job.history =
+    "as_sampled"`.
     Use: environments whose states recur, such as web pages, households and games.
     Cost: as GRPO.
     """
@@ -108,6 +127,54 @@ class Gigpo(SameObservation):
 
     def call_values(self, facts: Facts, calls: Mapping[Observed, list[int]]) -> FloatArray:
         return rewards_to_go(facts, call_rewards(facts), self.gamma)
+
+
+class Hgpo(Grpo):
+    """HGPO: calls are compared after the same observation, and again after the same history of observations.
+
+        A = sum over k of (k + 1)^alpha A_k / sum over k of (k + 1)^alpha, over k = 1, ..., history + 1 with A_k not 0
+        A_k = (G - mean) / (std + 1e-6) over the calls of the group with the same newest k observations
+        G = discounted rewards to come, as in `gigpo`; std is that of the population
+
+    Source: openreview.net/forum?id=T8Dev99qnz (ICLR 2026). Confidence: equal to github.com/OliverLeeXZ/SERL at 3c63ef3,
+    which has the authors' code in recipe/hgpo, in the advantage, without its `base_group`. Observations are those of
+    `gigpo`.
+    Use: as `gigpo`, if agents see earlier turns, too: the same observation then differs by the way to it.
+    Cost: as GRPO.
+    """
+
+    name: str = "hgpo"
+    gamma: float = Field(0.95, ge=0, le=1)
+    """Discount of later calls."""
+    history: Int64 = Field(2, ge=0)
+    """Number of earlier observations that are compared, too. 0: the present observation only."""
+    alpha: float = Field(1.0, ge=0)
+    """Exponent of the weights: larger values trust comparisons with a longer history more. 0: equal weights."""
+    normalise: bool = True
+    """Divide by the standard deviation."""
+
+    equal_rewards_teach: ClassVar[bool] = True
+
+    def token_advantages(self, batch: TrainingBatch) -> NDArray[np.float32]:
+        facts = facts_of(batch)
+        seen = {call: observed for observed, same in calls_after(self, batch).items() for call in same}
+        keys, values_C = turn_keys(facts), rewards_to_go(facts, call_rewards(facts), self.gamma)
+        at = {key: call for call, key in enumerate(keys)}
+        sums_C, weights_C = np.zeros((2, len(values_C)))
+        for k in range(1, self.history + 2):
+            alike: dict[tuple[Observed | None, ...], list[int]] = {}
+            for call in seen:
+                episode, role, turn = keys[call]
+                newest = [at.get((episode, role, turn - back), -1) for back in range(k)]
+                alike.setdefault(tuple(seen.get(one) for one in newest), []).append(call)
+            for history, same in alike.items():
+                if None not in history:
+                    found = centred(values_C[same]) / (np.std(values_C[same]) + EPS if self.normalise else 1.0)
+                    counts = np.abs(found) > EPS
+                    sums_C[same] += np.where(counts, found, 0.0) * (k + 1) ** self.alpha
+                    weights_C[same] += counts * (k + 1) ** self.alpha
+        advantages_C = sums_C / np.where(weights_C > 0, weights_C, 1)
+        return np.asarray(advantages_C[batch.forest["call"]], np.float32)
 
 
 class GraphGpo(SameObservation):
@@ -131,7 +198,7 @@ class GraphGpo(SameObservation):
 
     def call_values(self, facts: Facts, calls: Mapping[Observed, list[int]]) -> FloatArray:
         place = {call: observed for observed, same in calls.items() for call in same}
-        keys = list(zip(facts.call_episode.tolist(), facts.call_role.tolist(), facts.call_turn.tolist(), strict=True))
+        keys = turn_keys(facts)
         at = {key: call for call, key in enumerate(keys)}
         passes_ER = compared_rewards(facts) >= self.pass_reward
         after: dict[int, Observed] = {}
@@ -178,8 +245,8 @@ class Mars(PolicyGradient):
 
         A_k = sum over turns j >= k of gamma^(j - k) (r_j - mean of the role's turn rewards in the task set)
 
-    Source: github.com/thu-nics/MARS at 5979f75, its core: without the whitenings, and without the
-    second mean of each role, of the sums. Confidence: reproduced in this part.
+    Source: github.com/thu-nics/MARS at 5979f75. Confidence: after its core, without the whitenings, and without the
+    second mean of each role, of the sums.
     Use: multi-turn games and tools whose turns have rewards. Agents finish with `by_turn` or `by_call`; a call without
     a reward has 0, and the reward of the episode is not used.
     Cost: as GRPO.
