@@ -2,7 +2,8 @@
 
 `bench/cases/topics.toml` has topics with the plan that a researcher would write. A topic is planned *as asked* if form,
 factors, named levels, metrics and amounts are those of that plan, or if it is refused because no study can answer it.
-`silent_other` counts topics for which another plan was made. A refusal that asks for other words is neither.
+`silent_other` counts topics for which another plan was made whose reading names no word that it left out. A plan that
+does name some is *doubtful*, and a refusal that asks for other words is neither.
 
 Prints a line for each topic that is not as asked, then one JSON object as the last line.
 """
@@ -18,7 +19,7 @@ from agentjet.errors import ConfigError
 from agentjet.research.topic import Question, read_topic
 
 CASES = Path(__file__).parent / "cases" / "topics.toml"
-Result = Literal["as_asked", "refused", "other"]
+Result = Literal["as_asked", "refused", "doubtful", "other"]
 
 
 def topics() -> list[dict[str, Any]]:
@@ -33,7 +34,8 @@ def judged(topic: dict[str, Any]) -> tuple[Result, str]:
     except ConfigError as error:
         wanted = topic.get("refused")
         return "as_asked" if wanted and f"asks about {wanted}" in str(error) else "refused", str(error)
-    return "as_asked" if is_plan(question, topic) else "other", question.reading()
+    wrong: Result = "doubtful" if question.unread else "other"
+    return "as_asked" if is_plan(question, topic) else wrong, question.reading()
 
 
 def is_plan(question: Question, topic: dict[str, Any]) -> bool:
@@ -65,6 +67,7 @@ def main() -> None:
                 "topics": len(results),
                 "as_asked": _share([result for result, _ in results]),
                 **shares,
+                "doubtful": sum(result == "doubtful" for result, _ in results),
                 "silent_other": sum(result == "other" for result, _ in results),
             }
         )

@@ -64,6 +64,8 @@ class Question(PlanPart):
     """What all arms get the same amount of."""
     needs: Mapping[str, str] = Field(default_factory=dict)
     """What a person must give before the study can begin, by factor."""
+    unread: tuple[str, ...] = ()
+    """Words of the topic that played no part."""
 
     def reading(self) -> str:
         """Returns the sentence by which a person sees how the topic was read."""
@@ -71,7 +73,8 @@ class Question(PlanPart):
             f"{one.factor} ({', '.join(map(shown_level, one.levels)) or 'levels to be given'})" for one in self.varied
         ]
         measured = " and ".join(self.metrics)
-        return f"{WORDS_OF_FORMS[self.form].format(' × '.join(shown))}; measured: {measured}, at equal {self.equal}"
+        read = f"{WORDS_OF_FORMS[self.form].format(' × '.join(shown))}; measured: {measured}, at equal {self.equal}"
+        return f"{read}; these words played no part: {', '.join(self.unread)}" if self.unread else read
 
 
 WORDS_OF_FORMS: Mapping[Form, str] = {
@@ -79,7 +82,7 @@ WORDS_OF_FORMS: Mapping[Form, str] = {
     "dose_response": "Up to where does more of it matter: {}",
     "interaction": "Does the effect of one depend on the other: {}",
     "scaling": "How does the result grow with it: {}",
-    "diagnose": "What keeps the agent from learning{}",
+    "diagnose": "What keeps the agent from learning? {}",
     "robustness": "What does the trained policy lose in a changed world: {}",
     "trade_off": "What does a gain in one cost in the other: {}",
 }
@@ -119,7 +122,7 @@ def factors() -> dict[str, Factor]:
         own = given.pop(name, {})
         levels = tuple(own.get("levels", ())) or _choices(annotation)
         words = (*own.get("words", ()), name.rpartition(".")[2].replace("_", " "))
-        found[name] = Factor(name, words, levels, ordered=annotation in (int, float))
+        found[name] = Factor(name, words, levels, annotation in (int, float), own.get("named", {}))
     for name, own in given.items():
         levels = tuple(own.get("levels", ()))
         is_number = bool(levels) and all(isinstance(level, int | float) for level in levels)
@@ -152,26 +155,30 @@ EQUAL: Mapping[str, Equal] = {
     "token": "tokens",
     "episode": "episodes",
     "step": "steps",
-    "second": "seconds",
-    "time": "seconds",
+    **dict.fromkeys(("second", "time", "hour", "minute"), "seconds"),
 }
 AMOUNT = re.compile(
-    r"(?:at|with|for) (?:an )?(?:equal|equally many|the same(?: number of| amount of)?) "
-    r"(token|episode|step|second|time)"
+    r"(?:at|with|for|on) (?:an )?(?:equal|equally many|the same)(?: number of| amount of| budget of)? "
+    r"(token|episode|step|second|time)|(?:same|fixed) (?:total )?(token|episode|step|time) (?:budget|number)|"
+    r"(?:total |number of )(token|episode|step)s? (?:stay|is|are) (?:the same|equal|fixed)|"
+    r"\d+ (token|episode|step) each|fixed number of (hour|minute)"
 )
 METRICS: Mapping[Metric, str] = {
-    "tokens": r"shorter answer|fewer token|less token|brevity|length of answer",
-    "seconds": r"save time|save second|faster|speed|cheaper|second|wall time",
-    "score": r"accuracy|final score|score|performance|quality|success rate|gain",
+    "tokens": r"shorter (?:answer|output|repl)|fewer token|less token|brevity|length of answer|token cost|do we save",
+    "seconds": r"save time|save second|faster|speed|cheaper| second|wall-clock|wall clock|wall time|extra time",
+    "score": r"accuracy|final score|score|performance|quality|success rate|success|gain",
 }
 CUES: Mapping[Form, str] = {
-    "diagnose": r"why (?:do|is|are|did|has)|what keep|not learn|not improve|stop improving|stuck|collapse",
-    "interaction": r" x |depend on|interact|matter more|more important|still help|help with|combine|combination",
-    "trade_off": r"without loss|without losing|without hurting|keep the|lowest|cheapest|smallest| against .* equal",
-    "robustness": r"survive|robust|hold up|generalise|generalize|still follow|forget|transfer",
-    "scaling": r"scale|scaling|law|times as long|grow with|larger model|bigger model",
-    "dose_response": r"how many|how much|how long|how large|how far|which (?!of)|enough|best",
-    "compare": r"help|matter|harmful|hurt|worth|better|worse|beat|useful|as good as|good|or|than|versus|vs",
+    "diagnose": r" why |what keep|learn nothing|not learn|not improve|stop improving|stuck|find out whether it|cause",
+    "interaction": r" x |depend|interact|matter more|more important|still help|help with|sensitive|combin|together"
+    r"|(?:shift|change|differ) (?:when|with|if)|only (?:when|if|help|hurt|matter)|matter only",
+    "trade_off": r"without loss|without losing|without hurting|keep the|lowest|cheapest|smallest| against .* equal"
+    r"|pay for|do (?:we|i|you) (?:lose|pay|save)|worth the (?:extra|cost|time)|trade|at what cost",
+    "robustness": r"survive|robust|hold up|generalise|generalize|still follow|forget|transfer|at test time|finished",
+    "scaling": r"scale|scaling|law|times as long|grow|larger model|bigger model|longer run|saturat| curve",
+    "dose_response": r"how many|how much|how long|how large|how far|how stale|how high|how low|how big|which (?!of)"
+    r"|enough|best|from where|effect of|what .* should",
+    "compare": r"help|matter|harmful|hurt|worth|better|worse|beat|useful|as good as|good|or|than|versus|vs|win",
 }
 """Phrases by which a topic shows its form. The first form that fits is that of the question."""
 
@@ -196,20 +203,20 @@ def read_topic(topic: str) -> Question:
         if one.factor.refused:
             raise ConfigError(f"the topic {topic!r} asks about {one.factor.name}: {one.factor.refused}")
     amount = AMOUNT.search(text)
-    equal = EQUAL[amount[1]] if amount else "episodes"
+    equal = EQUAL[next(filter(None, amount.groups()))] if amount else "episodes"
     form: Form = next((form for form, cues in CUES.items() if re.search(cues, text)), "compare")
-    unread = [word for word in _unread(words, used, text) if word not in _fillers()]
-    if unread or (not known and form != "diagnose"):
+    unread = tuple(dict.fromkeys(word for word in _unread(words, used, text) if word not in _fillers()))
+    if not known and form != "diagnose":
         raise ConfigError(_not_understood(topic, unread))
-    if form == "diagnose":
-        return Question(topic=topic, form=form)
-    varied = _varied(known, _numbers(words))
-    form = _form(form, varied)
+    numbers = _numbers(words) if form != "diagnose" else []
+    varied = _varied(known, numbers, form)
+    form = _form(form, varied, len(numbers))
     if form == "robustness" and len(varied) > 1:  # Its policy is trained in any case.
         varied = tuple(one for one in varied if one.factor != "steps")
     metrics = _metrics(text, form, varied)
     needs = {one.factor.name: one.factor.needs for one in known if one.factor.needs}
-    return Question(topic=topic, form=form, varied=varied, metrics=metrics, equal=equal, needs=needs)
+    asked = Question(topic=topic, form=form, varied=varied, metrics=metrics, equal=equal, needs=needs, unread=unread)
+    return asked if form != "diagnose" else asked.model_copy(update={"metrics": ("score",), "needs": {}})
 
 
 @cache
@@ -226,7 +233,7 @@ def _number_words() -> dict[str, int]:
 def _words(topic: str) -> list[str]:
     """Returns the words in lower case and in the singular."""
     plain = topic.lower().replace("×", " x ").replace("dr. ", "dr ").replace("'s", "")
-    return [_stem(word) for word in re.findall(r"\d+(?:\.\d+)?(?:e-?\d+)?|[a-z][a-z0-9_+-]*", plain)]
+    return [_stem(word) for word in re.findall(r"\d+(?:\.\d+)?b\b|\d+(?:\.\d+)?(?:e-?\d+)?|[a-z][a-z0-9_+-]*", plain)]
 
 
 def _stem(word: str) -> str:
@@ -257,6 +264,10 @@ def _named(words: Sequence[str]) -> tuple[list[Read], set[int]]:
             if words[at : at + len(phrase)] == phrase and not place & used:
                 used |= place
                 found.append(Read(factor, at, level))
+    for at, word in enumerate(words):
+        if word[0].isdigit() and word.endswith("b"):
+            used.add(at)
+            found.append(Read(factors()["model"], at, word.upper()))
     return sorted(found, key=lambda one: one.at), used
 
 
@@ -266,19 +277,18 @@ def _numbers(words: Sequence[str]) -> list[tuple[int, int | float]]:
     for at, word in enumerate(words):
         if word in _number_words():
             found.append((at, _number_words()[word]))
-        elif word[0].isdigit():
+        elif word[0].isdigit() and not word.endswith("b"):
             found.append((at, int(word) if word.isdigit() else float(word)))
     return found
 
 
-def _varied(known: Sequence[Read], numbers: Sequence[tuple[int, int | float]]) -> tuple[Varied, ...]:
+def _varied(known: Sequence[Read], numbers: Sequence[tuple[int, int | float]], form: Form) -> tuple[Varied, ...]:
     """Returns the factors with the levels that the topic names, or their usual ones. A number belongs to the nearest
     factor with an order.
     """
-    ordered = [one for one in known if one.factor.ordered]
-    levels: dict[str, list[Value]] = {
-        one.factor.name: [] for one in known if one.factor.name not in ("teacher", "own_recipe")
-    }
+    ordered = [one for one in known if one.factor.ordered and one.level is None]
+    names = dict.fromkeys(one.factor.name for one in known if one.factor.name not in ("teacher", "own_recipe"))
+    levels: dict[str, list[Value]] = {name: [] for name in names}
     for one in known:
         if one.level is not None and one.level not in levels[one.factor.name]:
             levels[one.factor.name].append(one.level)
@@ -288,27 +298,33 @@ def _varied(known: Sequence[Read], numbers: Sequence[tuple[int, int | float]]) -
             levels[nearest.factor.name].append(number)
     if any(one.factor.name == "own_recipe" for one in known):
         levels.setdefault("job.recipe", [registry.DEFAULT])
-    recipes = levels.get("job.recipe")
-    is_own = any(one.factor.name == "own_recipe" for one in known)
-    if recipes is not None and not is_own and (len(recipes) < 2 or registry.DEFAULT in recipes):
+    elif (recipes := levels.get("job.recipe")) is not None and (len(recipes) < 2 or registry.DEFAULT in recipes):
         recipes[:] = [registry.DEFAULT, *(name for name in recipes if name != registry.DEFAULT)]
-    return tuple(
-        Varied(
-            factor=name,
-            levels=tuple(sorted(own, key=_order) if name != "job.recipe" else own)
-            if len(own) > 1 or name == "job.recipe"
-            else factors()[name].levels,
-        )
-        for name, own in levels.items()
-    )
+    return tuple(Varied(factor=name, levels=_compared(factors()[name], own, form)) for name, own in levels.items())
+
+
+def _compared(factor: Factor, own: list[Value], form: Form) -> tuple[Value, ...]:
+    """Returns the named levels if there are several, in their order, else the usual ones."""
+    usual = factor.levels
+    if factor.name == "job.recipe":
+        return tuple(own)
+    if len(own) > 1:
+        return tuple(sorted(own, key=_order))
+    if len(own) == 1 and own[0] not in usual:
+        return (*usual[:1], own[0])
+    if form == "dose_response" and len(usual) == 2 and isinstance(usual[1], float) and usual[0] == 0:
+        return 0.0, usual[1] / 10, usual[1], usual[1] * 10
+    return usual
 
 
 def _order(level: Value) -> float:
     return float(level) if isinstance(level, int | float) else 0.0
 
 
-def _form(form: Form, varied: Sequence[Varied]) -> Form:
+def _form(form: Form, varied: Sequence[Varied], num_numbers: int) -> Form:
     """Returns the form that fits the factors: one factor has no interaction, and two that a topic only names have."""
+    if form == "diagnose":
+        return form
     ordered = [factors()[one.factor].ordered for one in varied]
     if form == "interaction" and len(varied) < 2:
         return "compare"
@@ -316,7 +332,7 @@ def _form(form: Form, varied: Sequence[Varied]) -> Form:
         return "interaction"
     if form == "compare" and ordered == [True] and len(varied[0].levels) > 2:
         return "dose_response"
-    if form == "dose_response" and ordered == [False]:
+    if form == "dose_response" and (ordered == [False] or num_numbers == 2):
         return "compare"
     return form
 
