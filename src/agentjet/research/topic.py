@@ -120,6 +120,8 @@ def factors() -> dict[str, Factor]:
     found: dict[str, Factor] = {}
     for name, annotation in (*_settings(JobConfig, "job"), *_settings(PolicyGradient, "job.recipe")):
         own = given.pop(name, {})
+        if own.get("hidden"):
+            continue
         levels = tuple(own.get("levels", ())) or _choices(annotation)
         words = (*own.get("words", ()), name.rpartition(".")[2].replace("_", " "))
         found[name] = Factor(name, words, levels, annotation in (int, float), own.get("named", {}))
@@ -159,7 +161,7 @@ EQUAL: Mapping[str, Equal] = {
 }
 AMOUNT = re.compile(
     r"(?:at|with|for|on) (?:an )?(?:equal|equally many|the same)(?: number of| amount of| budget of)? "
-    r"(token|episode|step|second|time)|(?:same|fixed) (?:total )?(token|episode|step|time) (?:budget|number)|"
+    r"(?:optimi[sz]er |training |sampled )?(token|episode|step|second|time)|(?:same|fixed) (?:total )?(token|episode|step|time) (?:budget|number)|"
     r"(?:total |number of )(token|episode|step)s? (?:stay|is|are) (?:the same|equal|fixed)|"
     r"\d+ (token|episode|step) each|fixed number of (hour|minute)"
 )
@@ -171,11 +173,11 @@ METRICS: Mapping[Metric, str] = {
 CUES: Mapping[Form, str] = {
     "diagnose": r" why |what keep|learn nothing|not learn|not improve|stop improving|stuck|find out whether it|cause",
     "interaction": r" x |depend|interact|matter more|more important|still help|help with|sensitive|combin|together"
-    r"|(?:shift|change|differ) (?:when|with|if)|only (?:when|if|help|hurt|matter)|matter only",
+    r"|(?:shift|change|differ|move) (?:when|with|if|as)|only (?:when|if|help|hurt|matter|there|for)|matter only",
     "trade_off": r"without loss|without losing|without hurting|keep the|lowest|cheapest|smallest| against .* equal"
-    r"|pay for|do (?:we|i|you) (?:lose|pay|save)|worth the (?:extra|cost|time)|trade|at what cost",
-    "robustness": r"survive|robust|hold up|generalise|generalize|still follow|forget|transfer|at test time|finished",
-    "scaling": r"scale|scaling|law|times as long|grow|larger model|bigger model|longer run|saturat| curve",
+    r"|pay for|do (?:we|i|you) (?:lose|pay|save|give)|give up|lost v|how much longer|worth the (?:extra|cost|time)|trade|at what cost",
+    "robustness": r"survive|robust|hold up|generalise|generalize|still (?:follow|solve|work)|forget|transfer|at test time|finished",
+    "scaling": r"scale|scaling|law|times as long|grow|larger model|bigger model|longer run|keep training|saturat|ceiling|plateau| curve",
     "dose_response": r"how many|how much|how long|how large|how far|how stale|how high|how low|how big|which (?!of)"
     r"|enough|best|from where|effect of|what .* should",
     "compare": r"help|matter|harmful|hurt|worth|better|worse|beat|useful|as good as|good|or|than|versus|vs|win",
@@ -326,8 +328,12 @@ def _form(form: Form, varied: Sequence[Varied], num_numbers: int) -> Form:
     if form == "diagnose":
         return form
     ordered = [factors()[one.factor].ordered for one in varied]
+    if any(one.factor == "world" for one in varied):
+        return "robustness"
+    if len(varied) > 1 and form == "scaling":
+        return "interaction"
     if form == "interaction" and len(varied) < 2:
-        return "compare"
+        form = "compare"
     if form in ("compare", "dose_response") and len(varied) > 1:
         return "interaction"
     if form == "compare" and ordered == [True] and len(varied[0].levels) > 2:
