@@ -159,30 +159,15 @@ EQUAL: Mapping[str, Equal] = {
     "step": "steps",
     **dict.fromkeys(("second", "time", "hour", "minute"), "seconds"),
 }
-AMOUNT = re.compile(
-    r"(?:at|with|for|on) (?:an )?(?:equal|equally many|the same)(?: number of| amount of| budget of)? "
-    r"(?:optimi[sz]er |training |sampled )?(token|episode|step|second|time)|(?:same|fixed) (?:total )?(token|episode|step|time) (?:budget|number)|"
-    r"(?:total |number of )(token|episode|step)s? (?:stay|is|are) (?:the same|equal|fixed)|"
-    r"\d+ (token|episode|step) each|fixed number of (hour|minute)"
-)
-METRICS: Mapping[Metric, str] = {
-    "tokens": r"shorter (?:answer|output|repl)|fewer token|less token|brevity|length of answer|token cost|do we save",
-    "seconds": r"save time|save second|faster|speed|cheaper| second|wall-clock|wall clock|wall time|extra time",
-    "score": r"accuracy|final score|score|performance|quality|success rate|success|gain",
-}
-CUES: Mapping[Form, str] = {
-    "diagnose": r" why |what keep|learn nothing|not learn|not improve|stop improving|stuck|find out whether it|cause",
-    "interaction": r" x |depend|interact|matter more|more important|still help|help with|sensitive|combin|together"
-    r"|(?:shift|change|differ|move) (?:when|with|if|as)|only (?:when|if|help|hurt|matter|there|for)|matter only",
-    "trade_off": r"without loss|without losing|without hurting|keep the|lowest|cheapest|smallest| against .* equal"
-    r"|pay for|do (?:we|i|you) (?:lose|pay|save|give)|give up|lost v|how much longer|worth the (?:extra|cost|time)|trade|at what cost",
-    "robustness": r"survive|robust|hold up|generalise|generalize|still (?:follow|solve|work)|forget|transfer|at test time|finished",
-    "scaling": r"scale|scaling|law|times as long|grow|larger model|bigger model|longer run|keep training|saturat|ceiling|plateau| curve",
-    "dose_response": r"how many|how much|how long|how large|how far|how stale|how high|how low|how big|which (?!of)"
-    r"|enough|best|from where|effect of|what .* should",
-    "compare": r"help|matter|harmful|hurt|worth|better|worse|beat|useful|as good as|good|or|than|versus|vs|win",
-}
-"""Phrases by which a topic shows its form. The first form that fits is that of the question."""
+
+
+@cache
+def _pattern(*names: str) -> re.Pattern[str]:
+    """Returns the pattern of a list of alternatives in the table."""
+    found: Any = _table()
+    for name in names:
+        found = found[name]
+    return re.compile("|".join(found))
 
 
 class Read(NamedTuple):
@@ -204,9 +189,9 @@ def read_topic(topic: str) -> Question:
     for one in known:
         if one.factor.refused:
             raise ConfigError(f"the topic {topic!r} asks about {one.factor.name}: {one.factor.refused}")
-    amount = AMOUNT.search(text)
+    amount = _pattern("amounts").search(text)
     equal = EQUAL[next(filter(None, amount.groups()))] if amount else "episodes"
-    form: Form = next((form for form, cues in CUES.items() if re.search(cues, text)), "compare")
+    form: Form = next((form for form in _table()["cues"] if _pattern("cues", form).search(text)), "compare")
     unread = tuple(dict.fromkeys(word for word in _unread(words, used, text) if word not in _fillers()))
     if not known and form != "diagnose":
         raise ConfigError(_not_understood(topic, unread))
@@ -344,7 +329,8 @@ def _form(form: Form, varied: Sequence[Varied], num_numbers: int) -> Form:
 
 
 def _metrics(text: str, form: Form, varied: Sequence[Varied]) -> tuple[Metric, ...]:
-    found = [metric for metric, cues in METRICS.items() if re.search(cues, AMOUNT.sub("", text))]
+    measured = _pattern("amounts").sub("", text)
+    found: list[Metric] = [name for name in _table()["metrics"] if _pattern("metrics", name).search(measured)]
     if form != "trade_off":
         return (found[0],) if found else ("score",)
     cost: Metric = "seconds" if any(one.factor == "max_turns" for one in varied) else "tokens"
@@ -353,23 +339,12 @@ def _metrics(text: str, form: Form, varied: Sequence[Varied]) -> tuple[Metric, .
 
 def _unread(words: Sequence[str], used: set[int], text: str) -> Iterator[str]:
     """Yields the words that are in no factor, number or cue."""
-    cues = " ".join(
-        found for pattern in (*CUES.values(), *METRICS.values(), AMOUNT.pattern) for found in _matches(pattern, text)
-    )
-    in_cues = set(cues.split())
+    patterns = [("amounts",), *((kind, name) for kind in ("metrics", "cues") for name in _table()[kind])]
+    in_cues = {word for names in patterns for found in _pattern(*names).finditer(text) for word in found[0].split()}
     for at, word in enumerate(words):
-        if (
-            at not in used
-            and word not in _number_words()
-            and not word[0].isdigit()
-            and word not in in_cues
-            and word != "x"
-        ):
+        is_number = word in _number_words() or word[0].isdigit()
+        if at not in used and not is_number and word not in in_cues and word != "x":
             yield word
-
-
-def _matches(pattern: str, text: str) -> Iterator[str]:
-    return (found[0] for found in re.finditer(pattern, text))
 
 
 def _not_understood(topic: str, unread: Sequence[str]) -> str:
