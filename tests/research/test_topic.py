@@ -57,7 +57,7 @@ def test_most_topics_are_read_as_asked() -> None:
         ("", "the topic is empty"),
         ("?!", "the topic is empty"),
         ("Does it work?", r"its words 'work' name nothing that a study can change\. Near ones are 'Does the"),
-        ("Does the learning-rat matter?", "'learning-rat' name nothing .* 'Does the learning rate matter"),
+        ("Does the learning-rat matter?", "'rat' name nothing .* 'Does the learning rate matter"),
         ("¿Importa la tasa de aprendizaje?", "was not understood"),
         ("Do users prefer it?", "asks about people: .* give a judge"),
     ],

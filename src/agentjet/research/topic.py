@@ -185,22 +185,26 @@ def read_topic(topic: str) -> Question:
     if not words:
         raise ConfigError("the topic is empty: give the question, such as 'Does a KL penalty help?'")
     text = f" {' '.join(words)} "
-    known, used = _named(words)
+    amount = _pattern("amounts").search(text)
+    known, used = _named([*words] if amount is None else _without(words, text, amount))
     for one in known:
         if one.factor.refused:
             raise ConfigError(f"the topic {topic!r} asks about {one.factor.name}: {one.factor.refused}")
-    amount = _pattern("amounts").search(text)
     equal = EQUAL[next(filter(None, amount.groups()))] if amount else "episodes"
     form: Form = next((form for form in _table()["cues"] if _pattern("cues", form).search(text)), "compare")
     unread = tuple(dict.fromkeys(word for word in _unread(words, used, text) if word not in _fillers()))
     if not known and form != "diagnose":
         raise ConfigError(_not_understood(topic, unread))
     numbers = _numbers(words) if form != "diagnose" else []
+    if any(one.factor.name == "world" for one in known):  # Its policy is trained in any case.
+        known = [one for one in known if one.factor.name not in ("steps", "agent", "prompt")]
+    metrics = _metrics(" ".join(word for at, word in enumerate(words) if at not in used), form, known)
+    if len(metrics) > 1 and form not in ("diagnose", "interaction"):
+        form = "trade_off"
+    if form != "diagnose":
+        form = _form(form, _varied(known, numbers, form), len(numbers), text)
     varied = _varied(known, numbers, form)
-    form = _form(form, varied, len(numbers))
-    if form == "robustness" and len(varied) > 1:  # Its policy is trained in any case.
-        varied = tuple(one for one in varied if one.factor != "steps")
-    metrics = _metrics(text, form, varied)
+    metrics = metrics if form == "trade_off" else metrics[-1:]
     needs = {one.factor.name: one.factor.needs for one in known if one.factor.needs}
     asked = Question(topic=topic, form=form, varied=varied, metrics=metrics, equal=equal, needs=needs, unread=unread)
     return asked if form != "diagnose" else asked.model_copy(update={"metrics": ("score",), "needs": {}})
@@ -219,7 +223,8 @@ def _number_words() -> dict[str, int]:
 
 def _words(topic: str) -> list[str]:
     """Returns the words in lower case and in the singular."""
-    plain = topic.lower().replace("×", " x ").replace("dr. ", "dr ").replace("'s", "")
+    plain = re.sub(r"(?<=[a-z])[-/](?=[a-z])", " ", topic.lower().replace("×", " x ").replace("'s", ""))
+    plain = plain.replace("dr. ", "dr ")
     return [_stem(word) for word in re.findall(r"\d+(?:\.\d+)?b\b|\d+(?:\.\d+)?(?:e-?\d+)?|[a-z][a-z0-9_+-]*", plain)]
 
 
@@ -242,26 +247,42 @@ def _phrases() -> list[tuple[list[str], Factor, Value | None]]:
 
 
 def _named(words: Sequence[str]) -> tuple[list[Read], set[int]]:
-    """Returns the factors that a topic names, in their order, and the places of the words that name them."""
+    """Returns the factors that a topic names, in their order, and the places of the words that name them.
+
+    Numbers, and what joins them, may stand within a phrase.
+    """
     found: list[Read] = []
+    is_number = [word[0].isdigit() or word in _number_words() for word in words] + [False]
+    joins = [word in ("and", "or", "to") and is_number[at + 1] for at, word in enumerate(words)]
+    places = [at for at in range(len(words)) if not is_number[at] and not joins[at]]
+    plain = [words[at] for at in places]
     used: set[int] = set()
     for phrase, factor, level in _phrases():
-        for at in range(len(words) - len(phrase) + 1):
-            place = set(range(at, at + len(phrase)))
-            if words[at : at + len(phrase)] == phrase and not place & used:
-                used |= place
-                found.append(Read(factor, at, level))
+        for at in range(len(plain) - len(phrase) + 1):
+            own = {*places[at : at + len(phrase)]}
+            if plain[at : at + len(phrase)] == phrase and not own & used:
+                used |= own
+                found.append(Read(factor, places[at], level))
     for at, word in enumerate(words):
-        if word[0].isdigit() and word.endswith("b"):
+        if re.fullmatch(r"\d+(?:\.\d+)?b", word):
             used.add(at)
             found.append(Read(factors()["model"], at, word.upper()))
-    return sorted(found, key=lambda one: one.at), used
+    known = [one for one in found if one.factor.name != "nothing"]
+    return sorted(known, key=lambda one: one.at), used
+
+
+def _without(words: Sequence[str], text: str, found: re.Match[str]) -> list[str]:
+    """Returns the words of a topic, with those of an amount replaced by blanks."""
+    first, last = len(text[: found.start()].split()), len(text[: found.end()].split())
+    return [" " if first <= at < last else word for at, word in enumerate(words)]
 
 
 def _numbers(words: Sequence[str]) -> list[tuple[int, int | float]]:
     """Returns the numbers of a topic with their places."""
     found: list[tuple[int, int | float]] = []
     for at, word in enumerate(words):
+        if word == "one" and (not at or words[at - 1] not in ("than", "or", "of", "and", "to")):
+            continue  # A pronoun.
         if word in _number_words():
             found.append((at, _number_words()[word]))
         elif word[0].isdigit() and not word.endswith("b"):
@@ -308,33 +329,42 @@ def _order(level: Value) -> float:
     return float(level) if isinstance(level, int | float) else 0.0
 
 
-def _form(form: Form, varied: Sequence[Varied], num_numbers: int) -> Form:
-    """Returns the form that fits the factors: one factor has no interaction, and two that a topic only names have."""
-    if form == "diagnose":
+def _form(form: Form, varied: Sequence[Varied], num_numbers: int, text: str) -> Form:
+    """Returns the form that fits the factors of a question.
+
+    A changed world is one of robustness, several factors are an interaction, an order makes a dose. What only has an
+    order is compared if two levels are named, or if the topic asks whether it helps.
+    """
+    names = [one.factor for one in varied]
+    if form == "diagnose" or (form == "trade_off" and names):
         return form
-    ordered = [factors()[one.factor].ordered for one in varied]
-    if any(one.factor == "world" for one in varied):
+    if "world" in names or (form == "robustness" and "tasks.filter" in names):
         return "robustness"
-    if len(varied) > 1 and form == "scaling":
+    if len(names) > 1:
         return "interaction"
-    if form == "interaction" and len(varied) < 2:
-        form = "compare"
-    if form in ("compare", "dose_response") and len(varied) > 1:
-        return "interaction"
-    if form == "compare" and ordered == [True] and len(varied[0].levels) > 2:
-        return "dose_response"
-    if form == "dose_response" and (ordered == [False] or num_numbers == 2):
-        return "compare"
-    return form
+    if form == "scaling" and names[0] in SCALES:
+        return form
+    if factors()[names[0]].ordered and num_numbers != 2:
+        asks_whether = form != "dose_response" and _pattern("switches").search(text) is not None
+        is_switch = asks_whether and not num_numbers
+        return "compare" if is_switch else "dose_response"
+    return "compare"
 
 
-def _metrics(text: str, form: Form, varied: Sequence[Varied]) -> tuple[Metric, ...]:
-    measured = _pattern("amounts").sub("", text)
+SCALES = ("steps", "tasks.number", "model", "job.batch_size", "job.group_size")
+"""Factors along which a result may grow."""
+
+
+def _metrics(text: str, form: Form, known: Sequence[Read]) -> tuple[Metric, ...]:
+    """Returns what a topic measures: the score first, if it names it beside something that costs."""
+    measured = f" {_pattern('amounts').sub('', text)} "
     found: list[Metric] = [name for name in _table()["metrics"] if _pattern("metrics", name).search(measured)]
-    if form != "trade_off":
-        return (found[0],) if found else ("score",)
-    cost: Metric = "seconds" if any(one.factor == "max_turns" for one in varied) else "tokens"
-    return "score", next((metric for metric in found if metric != "score"), cost)
+    costs = [name for name in found if name != "score"]
+    if form == "trade_off" and not costs:
+        costs = ["seconds" if any(one.factor.name == "max_turns" for one in known) else "tokens"]
+    if costs and ("score" in found or form == "trade_off"):
+        return "score", costs[0]
+    return (costs[0] if costs else "score",)
 
 
 def _unread(words: Sequence[str], used: set[int], text: str) -> Iterator[str]:
