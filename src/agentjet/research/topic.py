@@ -216,11 +216,6 @@ def _fillers() -> frozenset[str]:
     return frozenset(_words(_table()["fillers"]))
 
 
-@cache
-def _number_words() -> dict[str, int]:
-    return {name: number for number, name in enumerate(_table()["numbers"].split())}
-
-
 def _words(topic: str) -> list[str]:
     """Returns the words in lower case and in the singular."""
     plain = re.sub(r"(?<=[a-z])[-/](?=[a-z])", " ", topic.lower().replace("×", " x ").replace("'s", ""))
@@ -252,7 +247,7 @@ def _named(words: Sequence[str]) -> tuple[list[Read], set[int]]:
     Numbers, and what joins them, may stand within a phrase.
     """
     found: list[Read] = []
-    is_number = [word[0].isdigit() or word in _number_words() for word in words] + [False]
+    is_number = [word[0].isdigit() or word in _table()["numbers"] for word in words] + [False]
     joins = [word in ("and", "or", "to") and is_number[at + 1] for at, word in enumerate(words)]
     places = [at for at in range(len(words)) if not is_number[at] and not joins[at]]
     plain = [words[at] for at in places]
@@ -283,8 +278,8 @@ def _numbers(words: Sequence[str]) -> list[tuple[int, int | float]]:
     for at, word in enumerate(words):
         if word == "one" and (not at or words[at - 1] not in ("than", "or", "of", "and", "to")):
             continue  # A pronoun.
-        if word in _number_words():
-            found.append((at, _number_words()[word]))
+        if word in _table()["numbers"]:
+            found.append((at, _table()["numbers"][word]))
         elif word[0].isdigit() and not word.endswith("b"):
             found.append((at, int(word) if word.isdigit() else float(word)))
     return found
@@ -372,7 +367,7 @@ def _unread(words: Sequence[str], used: set[int], text: str) -> Iterator[str]:
     patterns = [("amounts",), *((kind, name) for kind in ("metrics", "cues") for name in _table()[kind])]
     in_cues = {word for names in patterns for found in _pattern(*names).finditer(text) for word in found[0].split()}
     for at, word in enumerate(words):
-        is_number = word in _number_words() or word[0].isdigit()
+        is_number = word in _table()["numbers"] or word[0].isdigit()
         if at not in used and not is_number and word not in in_cues and word != "x":
             yield word
 
