@@ -177,6 +177,8 @@ class Read(NamedTuple):
     at: int
     """Place of its first word."""
     level: Value | None = None
+    is_time: bool = False
+    """True if it names a time of the question, such as "after RL"."""
 
 
 def read_topic(topic: str) -> Question:
@@ -193,6 +195,10 @@ def read_topic(topic: str) -> Question:
     equal = EQUAL[next(filter(None, amount.groups()))] if amount else "episodes"
     form: Form = next((form for form in _table()["cues"] if _pattern("cues", form).search(text)), "compare")
     unread = tuple(dict.fromkeys(word for word in _unread(words, used, text) if word not in _fillers()))
+    if form == "robustness" and {one.factor.name for one in known} <= {"agent", "prompt", "steps"}:
+        known = [Read(factors()["world"], 0)]
+    if form not in ("interaction", "scaling", "dose_response") or len(known) > 1:
+        known = [one for one in known if not (one.is_time and form != "interaction")]
     if not known and form != "diagnose":
         raise ConfigError(_not_understood(topic, unread))
     numbers = _numbers(words) if form != "diagnose" else []
@@ -257,7 +263,7 @@ def _named(words: Sequence[str]) -> tuple[list[Read], set[int]]:
             own = {*places[at : at + len(phrase)]}
             if plain[at : at + len(phrase)] == phrase and not own & used:
                 used |= own
-                found.append(Read(factor, places[at], level))
+                found.append(Read(factor, places[at], level, is_time=phrase[0] == "after"))
     for at, word in enumerate(words):
         if re.fullmatch(r"\d+(?:\.\d+)?b", word):
             used.add(at)
@@ -276,7 +282,8 @@ def _numbers(words: Sequence[str]) -> list[tuple[int, int | float]]:
     """Returns the numbers of a topic with their places."""
     found: list[tuple[int, int | float]] = []
     for at, word in enumerate(words):
-        if word == "one" and (not at or words[at - 1] not in ("than", "or", "of", "and", "to")):
+        before = words[at - 1] if at else ""
+        if (word == "one" and before not in ("than", "or", "of", "and", "to")) or (word == "two" and before == "the"):
             continue  # A pronoun.
         if word in _table()["numbers"]:
             found.append((at, _table()["numbers"][word]))
