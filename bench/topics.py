@@ -138,7 +138,7 @@ def worlds(repeats: int) -> dict[str, float]:
 def write_subject(folder: Path) -> None:
     (folder / "agent.py").write_text("def agent(task, episode): return 0.0\n")
     for name, number in (("tasks", 32), ("held_out", 4)):
-        lines = [json.dumps({"id": f"{name}{i}", "payload": {"q": i}}) for i in range(number)]
+        lines = [json.dumps({"id": f"{name}{i}", "q": i}) for i in range(number)]
         (folder / f"{name}.jsonl").write_text("\n".join(lines))
 
 

@@ -31,7 +31,7 @@ AGENT = "def agent(task, episode): return 0.0\n\n\ndef other(task, episode): ret
 def subject(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Subject:
     monkeypatch.chdir(tmp_path)
     for name, number in (("tasks", 32), ("held_out", 4)):
-        lines = [json.dumps({"id": f"{name}{i}", "payload": {"q": i}}) for i in range(number)]
+        lines = [json.dumps({"id": f"{name}{i}", "q": i}) for i in range(number)]
         Path(f"{name}.jsonl").write_text("\n".join(lines))
     Path("agent.py").write_text(AGENT)
     return Subject("tiny", "agent.py:agent", "tasks.jsonl", "held_out.jsonl", steps=40)
@@ -145,7 +145,8 @@ def test_levels_may_be_agents(subject: Subject) -> None:
         ("Why does it not learn?", [], "agentjet research start"),
         ("Does my agent survive noisy tools?", [], "agentjet eval"),
         ("Longer answers at equal tokens", [], "measured in a campaign only"),
-        ("Does a curriculum help?", [], r"cannot differ in tasks\.order yet"),
+        ("Does a curriculum help?", [], r"needs the key of the payloads"),
+        ("SFT warm start or RL only?", ["warm_start=a.jsonl"], "cannot differ in warm_start yet"),
     ],
 )  # fmt: skip
 def test_a_question_that_cannot_begin_says_what_is_missing(
@@ -159,9 +160,25 @@ def test_longer_runs_cost_more(subject: Subject) -> None:
     question = read_topic("How does the score scale with the steps: 20, 40, 80?")
     study = plan("t", budget=100, subject=subject, space=space_of(question, {}, subject))
     assert estimate_cost(study).least == 4 * (0.5 + 1 + 2)
-    assert subject.varied({"steps": 80}).steps == 80 and subject.varied({}) is subject
-    few = subject.varied({"tasks.number": 5}).training_tasks()
-    assert len(few) == 5 and few == subject.varied({"tasks.number": 6}).training_tasks()[:5]
+    assert subject.varied({"steps": 80}).steps == 80 and subject.varied({}) == subject
+    assert subject.varied({"model": "other"}).model == "other"
+
+
+def test_arms_choose_and_order_their_tasks(subject: Subject) -> None:
+    def ids(**of_arm: object) -> list[str]:
+        setting = {f"tasks.{name}": value for name, value in of_arm.items()}
+        return [task.id for task in subject.varied(setting).training_tasks()]  # type: ignore[arg-type]
+
+    every = [f"tasks{i}" for i in range(32)]
+    assert ids() == ids(order="given") == ids(order="q") == every and ids(order="-q") == every[::-1]
+    assert sorted(ids(order="shuffled")) == sorted(every) and ids(order="shuffled") != every
+    few = ids(number=5)
+    assert len(few) == 5 and {*few} < {*ids(number=6)} and few == sorted(few, key=every.index)
+    assert {*few} == {*ids(number=5, order="shuffled")} and few[::-1] == ids(number=5, order="-q")
+    with pytest.raises(ConfigError, match=r"tasks\.order = 'hard': the payload of task 'tasks0' has no number 'hard'"):
+        ids(order="hard")
+    with pytest.raises(ConfigError, match=r"tasks\.number = 33: there are 32 training tasks"):
+        ids(number=33)
 
 
 # ---- contrasts and metrics -------------------------------------------------------------------------------------------

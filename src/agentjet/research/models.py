@@ -37,8 +37,9 @@ Value = bool | int | float | str
 Setting = Mapping[str, Value]
 """Settings by name, such as `job.optimizer.lr`, as `agentjet serve --set` takes them; of arms and trials also those of
 `OF_SUBJECT`."""
-OF_SUBJECT = frozenset({"steps", "tasks.number"})
-"""What an arm may set besides settings of its server: the length of its runs, and the number of its training tasks."""
+OF_SUBJECT = frozenset({"model", "steps", "tasks.number", "tasks.order"})
+"""What an arm may set besides settings of its server: the base model, the length of its runs, and number and order of
+its training tasks."""
 
 
 def of_server(setting: Setting) -> Setting:
@@ -167,7 +168,9 @@ class Subject(Record):
     concurrency: int = 32
     """Episodes at the same time."""
     num_tasks: int = 0
-    """Training tasks that a run uses, the first ones of a shuffled order that all runs share. 0: all."""
+    """Training tasks that a run uses: see `chosen_tasks`. 0: all."""
+    task_order: str = ""
+    """Their order: see `chosen_tasks`."""
     floor: float = 0.0
     """Score of a diverged run whose policy cannot answer; lower if one of the run's held-out episodes earned less."""
     patience: float = 1800.0
@@ -216,17 +219,22 @@ class Subject(Record):
     def to_json(self) -> dict[str, Any]:
         """Omits empty fields that older studies lack, so that ids and seeds of older studies do not change."""
         content = super().to_json()
-        for noted in ("files", "weights", "judged", "reward", "hidden", "readable", "num_tasks"):
+        for noted in ("files", "weights", "judged", "reward", "hidden", "readable", "num_tasks", "task_order"):
             if not content[noted]:
                 del content[noted]
         return content if content.pop("equal") == "episodes" else content | {"equal": self.equal}
 
     def varied(self, setting: Setting) -> Subject:
-        """Returns the subject of an arm: with its length and its number of tasks, if it has its own."""
-        steps, num_tasks = int(setting.get("steps", self.steps)), int(setting.get("tasks.number", self.num_tasks))
-        if (steps, num_tasks) == (self.steps, self.num_tasks):
-            return self
-        return replace(self, steps=steps, evaluations=min(self.evaluations, steps), num_tasks=num_tasks)
+        """Returns the subject of an arm: with what it sets of `OF_SUBJECT`."""
+        steps = int(setting.get("steps", self.steps))
+        return replace(
+            self,
+            model=str(setting.get("model", self.model)),
+            steps=steps,
+            evaluations=min(self.evaluations, steps),
+            num_tasks=int(setting.get("tasks.number", self.num_tasks)),
+            task_order=str(setting.get("tasks.order", self.task_order)),
+        )
 
     def with_hashes(self) -> Subject:
         """Returns the subject with hashes of its code, tasks and model. Raises `ConfigError` for a missing file."""
@@ -282,16 +290,40 @@ class Subject(Record):
 
     def training_tasks(self) -> list[Task]:
         """Raises `ConfigError`."""
-        tasks = load_tasks(self.tasks, option="subject.tasks")
-        few = f"tasks.number = {self.num_tasks}: there are {len(tasks)} training tasks; give at most so many"
-        refuse(self.num_tasks > len(tasks), few)
-        if self.num_tasks:  # The order of a file may be that of difficulty.
-            tasks = sorted(tasks, key=lambda task: hash_of(task.id))[: self.num_tasks]
-        return tasks
+        return chosen_tasks(load_tasks(self.tasks, option="subject.tasks"), self.num_tasks, self.task_order)
 
     def held_out_tasks(self) -> list[Task]:
         """Raises `ConfigError`."""
         return load_tasks(self.held_out, option="subject.held_out")
+
+
+SHUFFLED, GIVEN = "shuffled", "given"
+
+
+def chosen_tasks(tasks: Sequence[Task], number: int, order: str) -> list[Task]:
+    """Returns so many of the training tasks, or all for 0, in an order: `given`, `shuffled`, or by the numbers under a
+    key of their payloads, upwards, or downwards after a minus. All runs choose and shuffle alike: an order in a file
+    may be that of difficulty. Raises `ConfigError`.
+    """
+    few = f"tasks.number = {number}: there are {len(tasks)} training tasks; give at most so many"
+    refuse(number > len(tasks), few)
+    places = sorted(range(len(tasks)), key=lambda at: hash_of([tasks[at].task_set, tasks[at].id]))
+    chosen = places[: number or len(tasks)]
+    if order == SHUFFLED:
+        return [tasks[at] for at in chosen]
+    found = [tasks[at] for at in sorted(chosen)]
+    if order in ("", GIVEN):
+        return found
+    key = order.removeprefix("-")
+    numbers = [task.payload.get(key) if isinstance(task.payload, Mapping) else None for task in found]
+    if missing := [task.id for task, one in zip(found, numbers, strict=True) if not isinstance(one, int | float)]:
+        raise ConfigError(
+            f"tasks.order = {order!r}: the payload of task {missing[0]!r} has no number {key!r}; give 'given', "
+            "'shuffled', or a key of all payloads"
+        )
+    sign = -1 if order.startswith("-") else 1
+    ranked = sorted(range(len(found)), key=lambda at: sign * numbers[at])  # type: ignore[operator]
+    return [found[at] for at in ranked]
 
 
 def code_files(named: set[str]) -> dict[str, Path]:

@@ -218,7 +218,7 @@ def check_arms(study: Study) -> None:
     """Raises `ConfigError` for an arm that sets or tunes a setting which a running server cannot change."""
     for arm in study.arms:
         for name in (*arm.changes, *(knob.name for knob in arm.nuisance)):
-            if not name.startswith("job.") and name not in OF_SUBJECT:
+            if not name.startswith("job.") and name not in OF_SUBJECT - {"model"}:
                 raise ConfigError(
                     f"arm {arm.name!r}: {name} cannot be changed on a running server: omit --server, and the study "
                     "starts its servers"

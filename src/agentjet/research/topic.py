@@ -21,7 +21,7 @@ import numpy as np
 from pydantic import BaseModel, Field
 
 from agentjet.config import JobConfig, parse_config
-from agentjet.config.loader import parse_value
+from agentjet.config.loader import check_model_name, parse_value
 from agentjet.errors import ConfigError, did_you_mean
 from agentjet.recipes import registry
 from agentjet.recipes.policy_gradient import PolicyGradient
@@ -478,6 +478,14 @@ def _levels(
             f"{question.topic!r}: arms of a study cannot differ in {name} yet: compare separate runs by hand"
         )
     refuse(len(own) < 2, f"{name}: two levels or more are compared: --level {name}=VALUE, two or more times")
+    if "easy_first" in own or "hard_first" in own:
+        raise ConfigError(
+            f"{question.topic!r} needs the key of the payloads by whose numbers tasks are sorted: "
+            "--level tasks.order=shuffled --level tasks.order=KEY (-KEY: downwards)"
+        )
+    if name == "model":
+        for model in own:
+            check_model_name(str(model), "--level model")
     if name == "tasks.number":
         own = tuple(_number_of_tasks(level, subject) for level in own)
     is_ordered = question.form in ("dose_response", "scaling") and all(isinstance(level, int | float) for level in own)
