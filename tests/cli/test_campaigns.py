@@ -96,7 +96,7 @@ def test_a_campaign_begins_in_an_empty_folder(tmp_path: Path) -> None:
     subject = write_subject(tmp_path / "user", agent="1 / 0")
     (tmp_path / "study").mkdir()
     (tmp_path / "study" / "study.json").write_text("")
-    given = ("start", "--topic", "why?", "--subject", subject, "--budget", "20runs", "--out")
+    given = ("start", "--unsafe", "--topic", "why?", "--subject", subject, "--budget", "20runs", "--out")
     assert "is not an empty folder: choose another one" in research(*given, tmp_path / "study")
     inside = subject.parent / "campaign"
     for _ in range(2):

@@ -512,7 +512,6 @@ def start(
     from agentjet.research.campaign.subject_repo import SubjectRepo, read_subject
     from agentjet.research.journal import StudyFolder
 
-    check_sandbox(unsafe)
     check_topic(topic, is_read=proposers.llm is not None or proposers.agent_cli is not None)
     question = Question(topic, Budget.parse(budget), seed)
     if (out / NOTEBOOK).exists():
@@ -522,9 +521,10 @@ def start(
         )
     asked, slots = proposers.of(out, unsafe), servers.slots()
     check_model_name(read_subject(subject).model, f"{subject}: model =")
-    StudyFolder(out).make()
-    if any(out.iterdir()) and not (out / SOURCE).exists():
+    if out.is_dir() and any(out.iterdir()) and not (out / SOURCE).exists():
         raise ConfigError(f"--out {out} is not an empty folder: choose another one")
+    check_sandbox(unsafe)
+    StudyFolder(out).make()
     repo = SubjectRepo.create(out, subject, unsafe=unsafe)
     conduct(out, slots, asked, replace(question, evaluator=repo.judge_hash, equal=repo.equal), unsafe=unsafe)
 
@@ -554,7 +554,6 @@ def resume(folder: CampaignFolder, servers: Servers, proposers: Proposers, unsaf
         raise ConfigError(f"{folder}: there is no campaign: begin one with agentjet research start")
     if not (folder / SOURCE).exists():
         raise ConfigError(f"{folder}: an archived campaign without its subject and runs: only its report can be read")
-    check_sandbox(unsafe)
     asked = proposers.of(folder, unsafe)
     conduct(folder, servers.slots(), asked, unsafe=unsafe)
 
@@ -599,6 +598,8 @@ def conduct(
             asked = question or Question.from_json(notebook.entries[0].content["question"])
             if ended := notebook.known("ended"):
                 tell(ended)
+            else:
+                check_sandbox(unsafe)
             ending = Campaign(asked, notebook, repo, runner, [*proposers, Strategist()], limits=limits).run()
     except ConfigError as error:
         raise ConfigError(repo.as_given(str(error))) from None

@@ -144,7 +144,7 @@ def test_code_that_does_not_load_is_refused(repo: SubjectRepo) -> None:
         strict.commit(repo.first, shorter)
     assert SubjectRepo(repo.folder, loads).commit(repo.first, shorter)
     with pytest.raises(Refused, match=r"it does not load: .*SyntaxError: '\(' was never closed \(.*words\.py:1\)"):
-        SubjectRepo(repo.folder).commit(repo.first, patch("words.py", WORDS, "PROMPT = (\n"))
+        SubjectRepo(repo.folder, unsafe=True).commit(repo.first, patch("words.py", WORDS, "PROMPT = (\n"))
     assert strict.commit(repo.first, SLOWER), "settings need no check"
 
 
@@ -221,7 +221,7 @@ def test_a_missing_subject_file(tmp_path: Path) -> None:
 def test_a_subject_that_cannot_run(tmp_path: Path) -> None:
     broken = AGENT.replace("\n\ndef ask", "\n\nLIMIT = 1 / 0\n\n\ndef ask")
     with pytest.raises(ConfigError, match=r"the subject cannot run: .*ZeroDivisionError.*/u/agent\.py:8 in <module>"):
-        SubjectRepo.create(tmp_path / "c", write_subject(tmp_path / "u", agent=broken))
+        SubjectRepo.create(tmp_path / "c", write_subject(tmp_path / "u", agent=broken), unsafe=True)
 
 
 @pytest.mark.needs("bubblewrap")
