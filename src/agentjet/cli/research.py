@@ -146,13 +146,23 @@ def report(
 
 
 def new(
-    topic: Annotated[str, Argument(help='Title of the study, such as "Does a KL penalty help?".')],
+    topic: Annotated[str, Argument(help='The question, such as "Does the KL penalty matter?"; with --space a title.')],
     agent: Annotated[str, Option(help="FILE.py:FUNCTION or package.module:function, called with task, episode.")],
     tasks: Annotated[str, Option(help="Training tasks: FILE.jsonl, or a function that returns them.")],
     held_out: Annotated[str, Option("--held-out", help="Held-out tasks for scoring, in the same form.")],
-    space: Annotated[Path, Option(help="Arms, knobs and claims (TOML).")],
     out: Annotated[Path, Option(help="Folder of the study.")],
     budget: Annotated[float, Option(help="Full runs that the study may cost.")],
+    space: Annotated[
+        Path | None, Option(help="Arms, knobs and claims (TOML). Default: those by which the question is answered.")
+    ] = None,
+    level: Annotated[
+        list[str] | None,
+        Option(
+            "--level",
+            metavar="FACTOR=VALUE",
+            help="A level of what the question is about, such as agent=team.py:agent or steps=80; can be repeated.",
+        ),
+    ] = None,
     model: Annotated[str, Option(help="Hugging Face id, local folder, or smollm2-135m.")] = "smollm2-135m",
     evaluator: Annotated[str, Option(help="Agent that plays the held-out tasks; default: the agent.")] = "",
     steps: Annotated[int, Option(min=1, max=1_000_000, help="Batches of a full run.")] = 40,
@@ -165,15 +175,17 @@ def new(
     floor: Annotated[float, Option(help="Score of a diverged run whose policy cannot answer.")] = 0.0,
     seed: Annotated[int, Option(help="Seed from which all seeds of the study are derived.")] = 0,
 ) -> None:
-    """Plan a study: question, arms, claims, what each arm tunes, seeds, looks and budget. Nothing is run.
+    """Plan a study from a question: arms, claims, seeds, looks and budget. Nothing is run.
 
-    Read plan.md in the folder, then run it with `agentjet research run FOLDER`.
+    The plan says how the question was read. A question that no study answers is refused with near ones. Read plan.md
+    in the folder, then run it with `agentjet research run FOLDER`.
     """
     from agentjet.config.loader import parse_overrides
     from agentjet.research.journal import StudyFolder
     from agentjet.research.models import Subject
     from agentjet.research.plan import plan, read_space
     from agentjet.research.report import plan_page
+    from agentjet.research.topic import given_levels, read_topic, space_of
 
     if not topic.strip():
         raise ConfigError("the title is empty: give the question, such as 'Does a KL penalty help?'")
@@ -194,7 +206,17 @@ def new(
             floor=floor,
         )
     )
-    study = plan(topic, budget=budget, subject=subject, space=read_space(space), folder=space.parent, seed=seed)
+    if space is not None:
+        if level:
+            raise ConfigError(
+                "--level belongs to a question that the planner reads: leave it out, or leave out --space"
+            )
+        study = plan(topic, budget=budget, subject=subject, space=read_space(space), folder=space.parent, seed=seed)
+    else:
+        question = read_topic(topic)
+        found = space_of(question, given_levels(level or []), subject)
+        study = plan(topic, budget=budget, subject=subject, space=found, seed=seed)
+        study = replace(study, form=question.form, reading=question.reading())
     page = plan_page(study)
     files.write(study, page)
     typer.echo(page)

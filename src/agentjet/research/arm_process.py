@@ -30,7 +30,7 @@ from agentjet.client.report import rows
 from agentjet.client.rollout import Agent, AgentFailing
 from agentjet.client.swarm_client import AsyncSwarm
 from agentjet.errors import AgentJetError, ConfigError
-from agentjet.research.models import Address, Judge, Message, Record, canonical
+from agentjet.research.models import Address, Judge, Message, Record, canonical, chosen_tasks
 from agentjet.sandbox import AsyncProcess, Limits, Sandbox, missing, origin_of
 from agentjet.types import Task
 
@@ -60,6 +60,9 @@ class ArmOrder(Record):
     """Folders that a sandboxed process reads; the first is its working directory. Empty: it is not sandboxed."""
     unsafe: bool = False
     """Run without a sandbox where none can be made."""
+    num_tasks: int = 0
+    task_order: str = ""
+    """Number and order of the training tasks: see `models.chosen_tasks`."""
 
 
 class ArmFailed(AgentJetError):
@@ -82,7 +85,7 @@ class ArmProcess:
     def load(cls, order: ArmOrder, swarm: AsyncSwarm) -> ArmProcess:
         """Raises `ConfigError` for code that cannot be loaded."""
         agent = reaching(order.address.url, load_agent(order.agent, option="agent"))
-        tasks = load_tasks(order.tasks, option="tasks")
+        tasks = chosen_tasks(load_tasks(order.tasks, option="tasks"), order.num_tasks, order.task_order)
         if order.reward:
             agent = paid_by(load_function(order.reward, option="reward"), agent, swarm)
         return cls(order, swarm, agent, tasks)

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, field_validator
 
 from agentjet.research.journal import StudyLog
-from agentjet.research.models import Diagnosis, Outcome, Trial, canonical
+from agentjet.research.models import Diagnosis, Outcome, Trial, canonical, of_server
 
 # ---- signals ---------------------------------------------------------------------------------------------------------
 
@@ -178,7 +178,8 @@ def diagnosis_of(trial: Trial, outcome: Outcome) -> Diagnosis | None:
 
 
 def ignored_settings(trial: Trial, outcome: Outcome) -> dict[str, object]:
-    return {name: value for name, value in trial.setting.items() if outcome.settings.get(name) != value}
+    asked = of_server(trial.setting)
+    return {name: value for name, value in asked.items() if outcome.settings.get(name) != value}
 
 
 def facts_of(trial: Trial, outcome: Outcome) -> dict[str, float]:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, cached_property
 from pathlib import Path
+from statistics import fmean
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -34,7 +35,15 @@ from agentjet.types import Task
 
 Value = bool | int | float | str
 Setting = Mapping[str, Value]
-"""Settings by name, such as `job.optimizer.lr`, as `agentjet serve --set` takes them."""
+"""Settings by name, such as `job.optimizer.lr`, as `agentjet serve --set` takes them; of arms and trials also those of
+`OF_SUBJECT`."""
+OF_SUBJECT = frozenset({"model", "steps", "tasks.number", "tasks.order"})
+"""What an arm may set besides settings of its server: the base model, the length of its runs, and number and order of
+its training tasks."""
+
+
+def of_server(setting: Setting) -> Setting:
+    return {name: value for name, value in setting.items() if name not in OF_SUBJECT}
 
 
 @cache
@@ -158,6 +167,10 @@ class Subject(Record):
     """Episodes per held-out task in an evaluation."""
     concurrency: int = 32
     """Episodes at the same time."""
+    num_tasks: int = 0
+    """Training tasks that a run uses: see `chosen_tasks`. 0: all."""
+    task_order: str = ""
+    """Their order: see `chosen_tasks`."""
     floor: float = 0.0
     """Score of a diverged run whose policy cannot answer; lower if one of the run's held-out episodes earned less."""
     patience: float = 1800.0
@@ -206,10 +219,22 @@ class Subject(Record):
     def to_json(self) -> dict[str, Any]:
         """Omits empty fields that older studies lack, so that ids and seeds of older studies do not change."""
         content = super().to_json()
-        for noted in ("files", "weights", "judged", "reward", "hidden", "readable"):
+        for noted in ("files", "weights", "judged", "reward", "hidden", "readable", "num_tasks", "task_order"):
             if not content[noted]:
                 del content[noted]
         return content if content.pop("equal") == "episodes" else content | {"equal": self.equal}
+
+    def varied(self, setting: Setting) -> Subject:
+        """Returns the subject of an arm: with what it sets of `OF_SUBJECT`."""
+        steps = int(setting.get("steps", self.steps))
+        return replace(
+            self,
+            model=str(setting.get("model", self.model)),
+            steps=steps,
+            evaluations=min(self.evaluations, steps),
+            num_tasks=int(setting.get("tasks.number", self.num_tasks)),
+            task_order=str(setting.get("tasks.order", self.task_order)),
+        )
 
     def with_hashes(self) -> Subject:
         """Returns the subject with hashes of its code, tasks and model. Raises `ConfigError` for a missing file."""
@@ -265,11 +290,40 @@ class Subject(Record):
 
     def training_tasks(self) -> list[Task]:
         """Raises `ConfigError`."""
-        return load_tasks(self.tasks, option="subject.tasks")
+        return chosen_tasks(load_tasks(self.tasks, option="subject.tasks"), self.num_tasks, self.task_order)
 
     def held_out_tasks(self) -> list[Task]:
         """Raises `ConfigError`."""
         return load_tasks(self.held_out, option="subject.held_out")
+
+
+SHUFFLED, GIVEN = "shuffled", "given"
+
+
+def chosen_tasks(tasks: Sequence[Task], number: int, order: str) -> list[Task]:
+    """Returns so many of the training tasks, or all for 0, in an order: `given`, `shuffled`, or by the numbers under a
+    key of their payloads, upwards, or downwards after a minus. All runs choose and shuffle alike: an order in a file
+    may be that of difficulty. Raises `ConfigError`.
+    """
+    few = f"tasks.number = {number}: there are {len(tasks)} training tasks; give at most so many"
+    refuse(number > len(tasks), few)
+    places = sorted(range(len(tasks)), key=lambda at: hash_of([tasks[at].task_set, tasks[at].id]))
+    chosen = places[: number or len(tasks)]
+    if order == SHUFFLED:
+        return [tasks[at] for at in chosen]
+    found = [tasks[at] for at in sorted(chosen)]
+    if order in ("", GIVEN):
+        return found
+    key = order.removeprefix("-")
+    numbers = [task.payload.get(key) if isinstance(task.payload, Mapping) else None for task in found]
+    if missing := [task.id for task, one in zip(found, numbers, strict=True) if not isinstance(one, int | float)]:
+        raise ConfigError(
+            f"tasks.order = {order!r}: the payload of task {missing[0]!r} has no number {key!r}; give 'given', "
+            "'shuffled', or a key of all payloads"
+        )
+    sign = -1 if order.startswith("-") else 1
+    ranked = sorted(range(len(found)), key=lambda at: sign * numbers[at])  # type: ignore[operator]
+    return [found[at] for at in ranked]
 
 
 def code_files(named: set[str]) -> dict[str, Path]:
@@ -321,6 +375,8 @@ def digest_of(hashes: Mapping[str, str]) -> str:
 
 # ---- the study -------------------------------------------------------------------------------------------------------
 
+TIMES = ("time/sample", "time/wait", "time/learn")
+"""Signals that together are the seconds of a step."""
 Phase = Literal["explore", "confirm"]
 End = Literal["completed", "diverged", "infra_failed", "arm_failed"]
 Verdict = Literal["supported", "refuted", "practically_equivalent", "inconclusive"]
@@ -332,6 +388,8 @@ EXPECTED: Mapping[Sign, str] = {
     "0": "no difference that matters",
     "?": "nothing is known",
 }
+Metric = Literal["score", "tokens", "seconds"]
+"""Score of the held-out tasks, tokens of an answer, and seconds of training."""
 MOST_COMBINATIONS = 16
 """Maximum combinations of an arm's knobs. All are tried."""
 
@@ -372,11 +430,26 @@ class Hypothesis(Record):
     sign: Sign | None = None
     """Expected sign of the difference, if one is declared. `sign` and `why` decide nothing."""
     why: str = ""
+    weights: Mapping[str, float] = field(default_factory=dict)
+    """Weights of arms, if the claim is about a weighted sum of their means: a slope, or an interaction. They add up
+    to 0. Empty: `arm` minus `against`."""
+    metric: Metric = "score"
+    """What is measured. Differences of tokens and of seconds are those of their logarithms, so of shares."""
+    sesoi: float = 0.0
+    """Smallest effect of interest of this claim. 0: that of the study."""
+
+    @property
+    def contrast(self) -> Mapping[str, float]:
+        """Weights by arm."""
+        return self.weights or {self.arm: 1.0, self.against: -1.0}
 
     def to_json(self) -> dict[str, Any]:
-        """Omits an empty expectation: the id does not depend on it."""
+        """Omits what an earlier claim lacks: the id does not depend on it."""
         content = super().to_json()
-        return {key: value for key, value in content.items() if key not in ("sign", "why") or value}
+        given = {
+            key: value for key, value in content.items() if key not in ("sign", "why", "weights", "sesoi") or value
+        }
+        return given if given.pop("metric") == "score" else {**given, "metric": self.metric}
 
 
 @dataclass(frozen=True)
@@ -408,20 +481,27 @@ class Study(Record):
     seed: int = 0
     subject: Subject | None = None
     """The trained subject; None if the runner decides."""
+    form: str = ""
+    """Form of the question that the topic was read as: see `topic.Form`. Empty if a person wrote the arms."""
+    reading: str = ""
+    """How the topic was read, in a sentence."""
 
     def to_json(self) -> dict[str, Any]:
-        """Omits a missing subject, so that ids and the seeds derived from them do not change."""
+        """Omits what is missing, so that ids and the seeds derived from them do not change."""
         content = {**super().to_json(), "hypotheses": tuple(claim.to_json() for claim in self.hypotheses)}
         del content["subject"]
+        content = {name: value for name, value in content.items() if value or name not in ("form", "reading")}
         return content if self.subject is None else {**content, "subject": self.subject.to_json()}
 
     def __post_init__(self) -> None:
         names = [arm.name for arm in self.arms]
         refuse(len(set(names)) < len(names), f"arms = {names}: two arms have the same name; rename one")
         for hypothesis in self.hypotheses:
-            for name in (hypothesis.arm, hypothesis.against):
+            for name in (hypothesis.arm, hypothesis.against, *hypothesis.weights):
                 refuse(name not in names, f"hypotheses: {name!r} is not an arm of the study; the arms are {names}")
             refuse(hypothesis.arm == hypothesis.against, f"hypotheses: {hypothesis.arm!r} is compared with itself")
+            off = sum(hypothesis.weights.values())
+            refuse(abs(off) > 1e-9, f"hypotheses: the weights of {hypothesis.claim!r} add up to {off:g}, not to 0")
         refuse(not 0 < self.sesoi < math.inf, f"sesoi = {self.sesoi}: give the smallest relevant difference, above 0")
         refuse(not 0 < self.alpha < 0.5, f"alpha = {self.alpha}: choose one between 0 and 0.5, such as 0.05")
         refuse(not 0 <= self.reserve < 1, f"reserve = {self.reserve}: choose a share from 0 up to, not including, 1")
@@ -504,6 +584,18 @@ class Outcome(Record):
     """Best, median and worst training episodes of a judged subject."""
     by_task: Mapping[str, tuple[float, float, int]] = field(default_factory=dict)
     """By training task of a judged subject: least and highest reward, and number of episodes."""
+
+    def measured(self, metric: Metric) -> float | None:
+        """Returns the score; or the logarithm of the mean tokens of an answer in the last quarter of the run, or of the
+        seconds of its steps. None without a score, or if nothing was measured.
+        """
+        if metric == "score" or self.score is None:
+            return self.score
+        names = ("completion/tokens",) if metric == "tokens" else TIMES
+        values = [[value or 0.0 for value in self.signals.get(name, ())] for name in names]
+        steps = [sum(step) for step in zip(*values, strict=False)]
+        found = fmean(steps[-max(1, len(steps) // 4) :]) if metric == "tokens" and steps else sum(steps)
+        return math.log(found) if found > 0 else None
 
     def __post_init__(self) -> None:
         refuse(

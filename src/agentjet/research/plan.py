@@ -25,7 +25,20 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from agentjet.client.agent_source import file_and_function
 from agentjet.config import parse_config
 from agentjet.errors import ConfigError
-from agentjet.research.models import ARM_NAME, Arm, Hypothesis, Knob, Setting, Study, Subject, Value, mistake, refuse
+from agentjet.research.models import (
+    ARM_NAME,
+    OF_SUBJECT,
+    Arm,
+    Hypothesis,
+    Knob,
+    Setting,
+    Study,
+    Subject,
+    Value,
+    mistake,
+    of_server,
+    refuse,
+)
 from agentjet.research.scheduler import estimate_cost
 from agentjet.research.swarm_runner import check_changes
 
@@ -90,13 +103,18 @@ class Space(PlanPart):
         every = [Hypothesis(f"{other} scores higher than {first}", other, first, sign="?") for other in others]
         given = self.hypotheses or tuple(every)
         for number, claim in enumerate(given):
-            again = {claim.arm, claim.against} in [{other.arm, other.against} for other in given[:number]]
+            again = any(_is_reverse(claim, other) for other in given[:number])
             refuse(
                 again,
                 f"hypotheses: {claim.arm!r} and {claim.against!r} are compared twice, and a difference has one sign: "
                 "keep one of the claims",
             )
         return given
+
+
+def _is_reverse(claim: Hypothesis, other: Hypothesis) -> bool:
+    """True if two claims are about one difference."""
+    return claim.metric == other.metric and claim.contrast.keys() == other.contrast.keys() and len(claim.contrast) == 2
 
 
 def read_space(path: Path) -> Space:
@@ -182,11 +200,12 @@ def check_arms(arms: Sequence[Arm], base: Setting) -> None:
         try:
             for place in range(max((len(knob.values) for knob in arm.nuisance), default=1)):
                 tuned = {knob.name: knob.values[min(place, len(knob.values) - 1)] for knob in arm.nuisance}
-                check_changes({**arm.changes, **tuned})
-                check_job({**base, **arm.changes, **tuned})
+                check_changes({**of_server(arm.changes), **tuned})
+                check_job({**base, **of_server(arm.changes), **tuned})
         except ConfigError as error:
             raise ConfigError(f"arm {arm.name!r}: {error}") from None
-        new = (parse_config({**base, **arm.changes}), arm.code, [knob.name for knob in arm.nuisance])
+        own = {name: value for name, value in arm.changes.items() if name in OF_SUBJECT}
+        new = (parse_config({**base, **of_server(arm.changes)}), own, arm.code, [knob.name for knob in arm.nuisance])
         for other, known in trained.items():
             refuse(known == new, f"arm {arm.name!r} does not differ from arm {other!r}: give it changes, or an agent")
         trained[arm.name] = new

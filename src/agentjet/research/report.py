@@ -34,6 +34,7 @@ from agentjet.research.journal import StudyFolder, StudyLog, write_whole
 from agentjet.research.models import EXPECTED, Arm, Finding, Hypothesis, Outcome, Setting, Study, Trial, Value
 from agentjet.research.scheduler import DIRECTIONAL, Spending, estimate_cost
 from agentjet.research.statistics import largest_unseen_rate
+from agentjet.research.topic import answer
 from agentjet.types import beginning
 
 # ---- a study's log, arranged for reports -----------------------------------------------------------------------------
@@ -151,6 +152,8 @@ def gather(view: StudyView) -> Facts:
     return {
         "study": study.to_json() | {"id": study.id, "subject": study.subject and study.subject.to_json()},
         "stage": view.stage,
+        "reading": study.reading,
+        "answer": answer(study, view.findings) if study.form else [],
         "num_entries": len(view.log.entries),
         "num_unended": sum(one.outcome is None for one in view.launched),
         "findings": [finding_facts(f"F{n}", hypothesis, view) for n, hypothesis in enumerate(study.hypotheses, 1)],
@@ -219,7 +222,7 @@ def finding_facts(name: str, hypothesis: Hypothesis, view: StudyView) -> Facts:
 def untested(found: Finding, hypothesis: Hypothesis, view: StudyView) -> list[str]:
     """A sentence for each side of a claim with a cause in `UNTESTED` in most of its confirming runs."""
     sentences = []
-    for arm in (hypothesis.arm, hypothesis.against):
+    for arm in hypothesis.contrast:
         runs = [one.trial.id for one in view.launched if one.trial.id in found.trials and one.trial.arm == arm]
         ill = [[d for d in view.log.diagnoses.get(run, []) if d.cause in UNTESTED] for run in runs]
         first = [diagnoses[0] for diagnoses in ill if diagnoses]
@@ -310,8 +313,9 @@ def limitations(view: StudyView, arms: Sequence[Facts]) -> Iterator[str]:
         yield "With so few seeds the intervals assume about normal scores, which the data cannot show."
     yield from tuning_limits(view)
     for hypothesis in study.hypotheses:
-        of_claim = {name: spreads[name] for name in (hypothesis.arm, hypothesis.against)}
-        yield from spread_limits(of_claim, study.sesoi)
+        of_claim = {name: spreads[name] for name in hypothesis.contrast}
+        if len(of_claim) == 2 and hypothesis.metric == "score":
+            yield from spread_limits(of_claim, study.sesoi)
     for arm in study.arms:
         plays = held_out_counts(one.outcome for one in view.confirming(arm.name) if one.outcome)
         if plays.failed:

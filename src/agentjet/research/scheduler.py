@@ -30,6 +30,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from agentjet.config import JobConfig
 from agentjet.errors import AgentJetError
 from agentjet.research.diagnosis import (
     MANY_FAILED,
@@ -39,7 +40,19 @@ from agentjet.research.diagnosis import (
     with_dead_environment,
 )
 from agentjet.research.journal import StudyLog
-from agentjet.research.models import Arm, Finding, Hypothesis, Outcome, Phase, Setting, Study, Trial, canonical, hash_of
+from agentjet.research.models import (
+    Arm,
+    Finding,
+    Hypothesis,
+    Metric,
+    Outcome,
+    Phase,
+    Setting,
+    Study,
+    Trial,
+    canonical,
+    hash_of,
+)
 from agentjet.research.statistics import LookResult, nominal_level, predictive_power, read, welch
 
 # ---- launching and spending ------------------------------------------------------------------------------------------
@@ -59,13 +72,15 @@ class Spending:
     def __init__(self, study: Study, launches: Iterable[tuple[Trial, int]] = ()) -> None:
         """`launches` are trials in the order of their first launch, each with its number of attempts."""
         self.budget = study.budget
+        self._work = work_of(study.subject.settings, study.subject.steps) if study.subject else 0
+        self._study = study
         self.for_exploring = study.budget * (1 - study.reserve)
         self.spent: dict[Phase, float] = {"explore": 0.0, "confirm": 0.0}
         self.repeated = 0.0
         self._reached: dict[str, float] = {}
         for trial, attempts in launches:
-            self.spent[trial.phase] += added_cost(self._reached, trial)
-            self.repeated += (attempts - 1) * trial.fidelity
+            self.spent[trial.phase] += added_cost(self._reached, trial) * self.length(trial)
+            self.repeated += (attempts - 1) * trial.fidelity * self.length(trial)
 
     @property
     def total(self) -> float:
@@ -78,7 +93,19 @@ class Spending:
     def cost(self, trials: Iterable[Trial]) -> float:
         """Returns the cost that these trials would add, in this order."""
         reached = dict(self._reached)
-        return sum(added_cost(reached, trial) for trial in trials)
+        return sum(added_cost(reached, trial) * self.length(trial) for trial in trials)
+
+    def length(self, trial: Trial) -> float:
+        """Episodes of a whole run of the trial's arm, in those of the subject."""
+        subject = self._study.subject
+        return work_of({**subject.settings, **trial.setting}, subject.steps) / self._work if subject else 1.0
+
+
+def work_of(setting: Setting, steps: int) -> float:
+    """Returns a number that is in proportion to the episodes of a run."""
+    default = JobConfig.model_fields
+    sizes = [float(setting.get(f"job.{name}", default[name].default)) for name in ("batch_size", "group_size")]
+    return float(setting.get("steps", steps)) * sizes[0] * sizes[1]
 
 
 def added_cost(reached: dict[str, float], trial: Trial) -> float:
@@ -199,9 +226,14 @@ class Evidence:
     settings: Mapping[str, Setting]
     outcomes: dict[str, list[Outcome]] = field(default_factory=dict)
 
-    def scores(self, arm: str) -> list[float]:
-        """Scores of all results, including diverged runs."""
-        return [outcome.score for outcome in self.outcomes.get(arm, []) if outcome.score is not None]
+    def scores(self, arm: str, metric: Metric = "score") -> list[float]:
+        """Scores of all results, including diverged runs, or another metric of them."""
+        found = [outcome.measured(metric) for outcome in self.outcomes.get(arm, [])]
+        return [value for value in found if value is not None]
+
+    def samples(self, hypothesis: Hypothesis) -> dict[str, list[float]]:
+        """The same of the arms of a claim."""
+        return {arm: self.scores(arm, hypothesis.metric) for arm in hypothesis.contrast}
 
     def launched(self, arm: str) -> int:
         """Number of seeds so far, including lost ones."""
@@ -218,7 +250,7 @@ def confirm(study: Study, settings: Mapping[str, Setting], launcher: TrialLaunch
     findings: dict[str, Finding] = {}
     why = ""
     for seeds in study.looks:
-        still_open = [h for h in study.hypotheses if h.id not in findings and {h.arm, h.against} <= settings.keys()]
+        still_open = [h for h in study.hypotheses if h.id not in findings and h.contrast.keys() <= settings.keys()]
         if not still_open:
             break
         try:
@@ -235,8 +267,8 @@ def confirm(study: Study, settings: Mapping[str, Setting], launcher: TrialLaunch
     for hypothesis in study.hypotheses:
         if hypothesis.id in findings:
             continue
-        tuned = {hypothesis.arm, hypothesis.against} <= settings.keys()
-        reason = why if tuned else "the budget was too small to tune both arms"
+        tuned = hypothesis.contrast.keys() <= settings.keys()
+        reason = why if tuned else "the budget was too small to tune all its arms"
         findings[hypothesis.id] = finding(study, evidence, hypothesis, findings, reason)
     record(study, findings, launcher)
     return [findings[hypothesis.id] for hypothesis in study.hypotheses]
@@ -254,7 +286,7 @@ def extend(study: Study, evidence: Evidence, hypotheses: list[Hypothesis], seeds
 
     The order of the arms is reversed with each seed, so that changes over time affect all arms alike.
     """
-    asked = {name for hypothesis in hypotheses for name in (hypothesis.arm, hypothesis.against)}
+    asked = {name for hypothesis in hypotheses for name in hypothesis.contrast}
     arms = [arm.name for arm in study.arms if arm.name in asked]
     trials = [
         Trial(study.id, arm, evidence.settings[arm], seed_of(study, "confirm", number), "confirm")
@@ -283,14 +315,14 @@ def stop_for_futility(
 ) -> None:
     """Closes hypotheses that even the whole alpha would hardly decide at the last look."""
     for hypothesis in hypotheses:
-        a, b = evidence.scores(hypothesis.arm), evidence.scores(hypothesis.against)
-        if hypothesis.id in findings or min(len(a), len(b)) < MIN_SCORES:
+        samples = list(evidence.samples(hypothesis).values())
+        if hypothesis.id in findings or min(map(len, samples)) < MIN_SCORES:
             continue
         chance = predictive_power(
-            welch(a, b),
-            min(len(a), len(b)),
+            welch(*samples, weights=[*hypothesis.contrast.values()]),
+            min(map(len, samples)),
             study.looks[-1],
-            sesoi=study.sesoi,
+            sesoi=hypothesis.sesoi or study.sesoi,
             difference_level=nominal_level(study.looks, 2 * study.alpha),
             equivalence_level=study.alpha,
         )
@@ -324,30 +356,27 @@ def finding(
     """Reads the scores of one hypothesis, at the share that the earlier findings leave. An exploratory one is tested at
     the full alpha and marked as exploratory.
     """
-    a, b = evidence.scores(hypothesis.arm), evidence.scores(hypothesis.against)
-    chosen = {
-        arm: dict(evidence.settings[arm]) for arm in (hypothesis.arm, hypothesis.against) if arm in evidence.settings
-    }
-    trials = evidence.trials(hypothesis.arm, hypothesis.against)
-    if min(len(a), len(b)) < MIN_SCORES:
-        few, arm = min((len(a), hypothesis.arm), (len(b), hypothesis.against))
+    arms = [*hypothesis.contrast]
+    samples = evidence.samples(hypothesis)
+    chosen = {arm: dict(evidence.settings[arm]) for arm in arms if arm in evidence.settings}
+    trials = evidence.trials(*arms)
+    few, arm = min((len(sample), arm) for arm, sample in samples.items())
+    if few < MIN_SCORES:
         reason = reason or f"{few} seeds of {arm!r} came back; at least {MIN_SCORES} per arm are required"
         reason += lost_seeds(evidence, hypothesis)
         return Finding(hypothesis.id, "inconclusive", reason, settings=chosen, trials=trials)
     shares = open_shares(study, findings) if hypothesis.confirmatory else Shares(study.alpha, study.alpha)
-    look = max(evidence.launched(hypothesis.arm), evidence.launched(hypothesis.against))
-    untested = all(
-        nothing_to_learn(evidence.outcomes[arm], study.sesoi) for arm in (hypothesis.arm, hypothesis.against)
-    )
-    both = [outcome for arm in (hypothesis.arm, hypothesis.against) for outcome in evidence.outcomes[arm]]
-    all_scores = [score for outcome in both for score in (*outcome.curve, outcome.score) if score is not None]
+    look = max(map(evidence.launched, arms))
+    untested = all(nothing_to_learn(evidence.outcomes[arm], study.sesoi) for arm in arms)
+    every = [outcome for arm in arms for outcome in evidence.outcomes[arm]]
+    all_scores = [score for outcome in every for score in (*outcome.curve, outcome.score) if score is not None]
     reading = read(
-        a,
-        b,
-        sesoi=study.sesoi,
+        *samples.values(),
+        weights=[*hypothesis.contrast.values()],
+        sesoi=hypothesis.sesoi or study.sesoi,
         difference_level=nominal_level(study.looks, 2 * shares.difference),  # two-sided, and one side can err
         equivalence_level=shares.equivalence if look >= study.looks[-1] and not untested else None,
-        different=min(different_runs(evidence.outcomes[arm]) for arm in (hypothesis.arm, hypothesis.against)),
+        different=min(different_runs(evidence.outcomes[arm]) for arm in arms) if hypothesis.metric == "score" else 1,
         span=(min(all_scores), max(all_scores)),
     )
     if reading.verdict == "inconclusive":
@@ -360,7 +389,7 @@ def finding(
         hypothesis.id,
         reason=reason + lost_seeds(evidence, hypothesis) + repeated_episodes(evidence, hypothesis),
         **asdict(reading),
-        seeds=min(len(a), len(b)),
+        seeds=few,
         settings=chosen,
         trials=trials,
     )
@@ -408,15 +437,14 @@ def remarks(reading: LookResult, *, untested: bool) -> str:
 
 def lost_seeds(evidence: Evidence, hypothesis: Hypothesis) -> str:
     """Lists seeds that the infrastructure lost for good."""
-    arms = (hypothesis.arm, hypothesis.against)
-    lost = {arm: evidence.launched(arm) - len(evidence.scores(arm)) for arm in arms}
+    lost = {arm: evidence.launched(arm) - len(evidence.scores(arm)) for arm in hypothesis.contrast}
     counts = [f"{count} of {arm!r}" for arm, count in lost.items() if count]
     return f"; lost seeds: {', '.join(counts)}" if counts else ""
 
 
 def repeated_episodes(evidence: Evidence, hypothesis: Hypothesis) -> str:
     """Lists arms with many failed held-out episodes, whose scores may come from a selection."""
-    shares = {arm: held_out_counts(evidence.outcomes[arm]).share for arm in (hypothesis.arm, hypothesis.against)}
+    shares = {arm: held_out_counts(evidence.outcomes[arm]).share for arm in hypothesis.contrast}
     counts = [f"{share:.0%} of {arm!r}" for arm, share in shares.items() if share > MANY_FAILED]
     return f"; failed and repeated held-out episodes: {', '.join(counts)}" if counts else ""
 
@@ -555,7 +583,10 @@ class CostEstimate(NamedTuple):
 
 
 def estimate_cost(study: Study) -> CostEstimate:
-    compared = len({name for hypothesis in study.hypotheses for name in (hypothesis.arm, hypothesis.against)})
+    spending = Spending(study)
+    names = {name for hypothesis in study.hypotheses for name in hypothesis.contrast}
+    runs = [Trial(study.id, arm.name, arm.changes, 0, "confirm") for arm in study.arms if arm.name in names]
+    compared = sum(map(spending.length, runs))
     tuned = [arm.num_settings for arm in study.arms if arm.num_settings > 1]
     finals = sum((FINAL_SEEDS - 1) * min(FINALISTS, number) for number in tuned)
     halving = sum(tuned[:1]) + sum(halving_cost(number, study.rungs) for number in tuned[1:])

@@ -21,7 +21,8 @@ from agentjet.research.models import Verdict
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Mean of one sample minus the mean of another, with Welch's standard error and degrees of freedom.
+    """A contrast of means, such as the mean of one sample minus that of another, with Welch's standard error and
+    degrees of freedom.
 
     Source: B. L. Welch, Biometrika 34 (1947), with Satterthwaite's degrees of freedom.
     """
@@ -42,17 +43,18 @@ class Difference:
         return self.estimate - half, self.estimate + half
 
 
-def welch(a: Sequence[float], b: Sequence[float]) -> Difference:
-    """Difference `a` minus `b`, of at least two scores each."""
-    if min(len(a), len(b)) < 2:
-        raise ValueError(f"a spread needs two scores each, not {len(a)} and {len(b)}")
-    parts = [variance(x) / len(x) for x in (a, b)]
+def welch(*samples: Sequence[float], weights: Sequence[float] = (1.0, -1.0)) -> Difference:
+    """Weighted sum of the means of samples with at least two scores each: by default the first minus the second."""
+    counts = [len(x) for x in samples]
+    if min(counts) < 2:
+        raise ValueError(f"a spread needs two scores each, not {' and '.join(map(str, counts))}")
+    parts = [weight**2 * variance(x) / len(x) for x, weight in zip(samples, weights, strict=True)]
     total = sum(parts)
-    estimate = float(np.mean(a) - np.mean(b))
+    estimate = float(sum(weight * np.mean(x) for x, weight in zip(samples, weights, strict=True)))
     if total == 0:
-        return Difference(estimate, 0.0, float(len(a) + len(b) - 2))
-    weights = sum(part**2 / (len(x) - 1) for part, x in zip(parts, (a, b), strict=True))
-    return Difference(estimate, math.sqrt(total), total**2 / weights)
+        return Difference(estimate, 0.0, float(sum(counts) - len(counts)))
+    spread = sum(part**2 / (len(x) - 1) for part, x in zip(parts, samples, strict=True))
+    return Difference(estimate, math.sqrt(total), total**2 / spread)
 
 
 def variance(scores: Sequence[float]) -> float:
@@ -125,33 +127,33 @@ def unseen_interval(a: float, b: float, runs: int, span: tuple[float, float], le
 
 
 def read(
-    a: Sequence[float],
-    b: Sequence[float],
-    *,
+    *samples: Sequence[float],
+    weights: Sequence[float] = (1.0, -1.0),
     sesoi: float,
     difference_level: float,
     equivalence_level: float | None,
     different: int = 1,
     span: tuple[float, float] = (-math.inf, math.inf),
 ) -> LookResult:
-    """Reads the claim "a scores higher than b" from the scores of one look.
+    """Reads the claim that a contrast of means is above 0, such as "a scores higher than b", from one look.
 
     * Supported or refuted: the interval lies beyond `sesoi` on that side (minimum-effect test, Murphy and Myors 1999).
     * Practically equivalent: the interval lies inside ±`sesoi` (two one-sided tests, Schuirmann 1987), at
       `equivalence_level` per side. None postpones this test to a later look.
     * Inconclusive: anything else. Scores without any spread are inconclusive too, because identical runs are not
       evidence, unless runs differ in something else: `different` is the number per arm that do, and `span` the range of
-      scores. Then a difference is read from `unseen_interval`, and there is no p-value.
+      scores. Then a difference of two arms is read from `unseen_interval`, and there is no p-value.
 
     `difference_level` covers both sides. If `sesoi` is large relative to the error, only one side can err, with half of
     that chance. With a smaller `sesoi` the chance approaches all of it.
     """
-    found = welch(a, b)
+    found = welch(*samples, weights=weights)
+    different = different if len(samples) == 2 else 1
     low, high = found.interval(difference_level)
     verdict: Verdict = "inconclusive"
     level, p_value = difference_level, None if found.error == 0 and different > 1 else found.p_value()
     if p_value is None:
-        low, high = unseen_interval(a[0], b[0], different, span, level)
+        low, high = unseen_interval(samples[0][0], samples[1][0], different, span, level)
     if found.error == 0 and different == 1:
         pass
     elif low > sesoi or high < -sesoi:

@@ -34,7 +34,18 @@ from agentjet.config import parse_config
 from agentjet.errors import AgentJetError, ConfigError
 from agentjet.research.diagnosis import with_dead_environment
 from agentjet.research.journal import write_whole
-from agentjet.research.models import Address, Outcome, Setting, Study, Subject, Trial, canonical, shortened
+from agentjet.research.models import (
+    OF_SUBJECT,
+    Address,
+    Outcome,
+    Setting,
+    Study,
+    Subject,
+    Trial,
+    canonical,
+    of_server,
+    shortened,
+)
 from agentjet.research.trial_process import WRONG_STUDY, RunRecord, TrialOrder
 
 # ---- servers ---------------------------------------------------------------------------------------------------------
@@ -207,7 +218,7 @@ def check_arms(study: Study) -> None:
     """Raises `ConfigError` for an arm that sets or tunes a setting which a running server cannot change."""
     for arm in study.arms:
         for name in (*arm.changes, *(knob.name for knob in arm.nuisance)):
-            if not name.startswith("job."):
+            if not name.startswith("job.") and name not in OF_SUBJECT - {"model"}:
                 raise ConfigError(
                     f"arm {arm.name!r}: {name} cannot be changed on a running server: omit --server, and the study "
                     "starts its servers"
@@ -251,7 +262,9 @@ class SwarmRunner:
     ) -> None:
         """`notify` is called when a slot is dropped. `subject` may depend on the trial. `unsafe`: see `TrialOrder`."""
         self._unsafe = unsafe
-        self._subject_of: Callable[[Trial], Subject] = (lambda _: subject) if isinstance(subject, Subject) else subject
+        self._subject_of: Callable[[Trial], Subject] = (
+            (lambda trial: subject.varied(trial.setting)) if isinstance(subject, Subject) else subject
+        )
         self._slots, self._notify = slots, notify
         self._launches, self._runs = folder / "launches", folder / "runs"
         for made in (self._launches, self._runs):
@@ -407,7 +420,7 @@ class SwarmRunner:
         return {
             "job.optimizer.total_steps": subject.steps,
             **subject.settings,
-            **trial.setting,
+            **of_server(trial.setting),
             "model.name": subject.model,
             "job.seed": trial.seed,
             "job.max_steps": subject.steps_at(trial.fidelity),

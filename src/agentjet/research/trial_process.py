@@ -425,6 +425,8 @@ async def carry_out(order: TrialOrder) -> None:
         str(Path(order.run) / "home"),
         subject.readable,
         order.unsafe,
+        subject.num_tasks,
+        subject.task_order,
     )
     async with AsyncSwarm(order.address.url, order.address.token) as swarm:
         try:

@@ -1,0 +1,194 @@
+"""What the offline planner makes of topics: `python -m bench.topics`.
+
+`bench/cases/topics.toml` has topics with the plan that a researcher would write. A topic is planned *as asked* if form,
+factors, named levels, metrics and amounts are those of that plan, or if it is refused because no study can answer it.
+`silent_other` counts topics for which another plan was made whose reading names no word that it left out. A plan that
+does name some is *doubtful*, and a refusal that asks for other words is neither.
+
+Then questions are answered in worlds with a known truth: from the line of the topic to the findings, with scores that
+are a formula and noise of the seed. A claim is *decidable* if its true contrast is `CLEAR` standard errors of the last
+look away from the smallest effect of interest. `worlds_right` is the share of these with the right verdict,
+`worlds_wrong` the share of all claims with a wrong one.
+
+Prints a line for each topic that is not as asked, then one JSON object as the last line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import tempfile
+import tomllib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+from agentjet.errors import ConfigError
+from agentjet.research.journal import StudyLog
+from agentjet.research.models import Hypothesis, Outcome, Setting, Study, Subject, Verdict
+from agentjet.research.plan import plan
+from agentjet.research.scheduler import conduct
+from agentjet.research.topic import Question, read_topic, space_of
+from tests.research.world import Formula
+
+CASES = Path(__file__).parent / "cases" / "topics.toml"
+Result = Literal["as_asked", "refused", "doubtful", "other"]
+
+
+def topics() -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = tomllib.loads(CASES.read_text(encoding="utf-8"))["topic"]
+    return found
+
+
+def judged(topic: dict[str, Any]) -> tuple[Result, str]:
+    """Returns what became of a topic, and how it was read or why it was refused."""
+    try:
+        question = read_topic(topic["text"])
+    except ConfigError as error:
+        wanted = topic.get("refused")
+        return "as_asked" if wanted and f"asks about {wanted}" in str(error) else "refused", str(error)
+    wrong: Result = "doubtful" if question.unread else "other"
+    return "as_asked" if is_plan(question, topic) else wrong, question.reading()
+
+
+def is_plan(question: Question, topic: dict[str, Any]) -> bool:
+    if "refused" in topic or question.form != topic["form"]:
+        return False
+    levels = {one.factor: {*one.levels} for one in question.varied}
+    if levels.keys() != topic["factors"].keys():
+        return False
+    if any(wanted and levels[name] != {*wanted} for name, wanted in topic["factors"].items()):
+        return False
+    if question.equal != topic.get("equal", question.equal) or bool(question.needs) != topic.get("needs", False):
+        return False
+    default = question.metrics if question.form == "trade_off" else ("score",)
+    return question.metrics == tuple(topic.get("metrics", default))
+
+
+# ---- worlds with a known truth ---------------------------------------------------------------------------------------
+
+CLEAR = 3.0
+SPREADS = (0.01, 0.02, 0.05)
+"""Standard deviations of scores over seeds. The smallest effect of interest is 0.02."""
+TOKENS = 200.0
+
+
+def doublings(setting: Setting, name: str, of: float) -> float:
+    return math.log2(float(setting[name]) / of)
+
+
+SCALE = "How does the score scale with the training steps: 20, 40, 80?"
+WORLDS: dict[str, tuple[str, Callable[[Setting], float]]] = {
+    "gain": ("Does the KL penalty matter?", lambda s: 0.5 + 10 * float(s["job.recipe.kl_coef"])),
+    "loss": ("Does an entropy bonus help?", lambda s: 0.5 - 10 * float(s["job.recipe.entropy_coef"])),
+    "equal": ("GRPO against RLOO against GSPO", lambda s: 0.5),
+    "threshold": (
+        "How many tasks are enough: 4, 8, 16, 32?",
+        lambda s: 0.3 + 0.1 * min(2, doublings(s, "tasks.number", 4)),
+    ),
+    "best_inside": (
+        "Learning rate 1e-6, 1e-5 or 1e-4",
+        lambda s: 0.6 - 0.1 * abs(math.log10(float(s["job.optimizer.lr"])) + 5),
+    ),
+    "interaction": (
+        "Does the best temperature depend on the group size?",
+        lambda s: 0.5 + (0.2 if s["job.temperature"] == 1.3 and s["job.group_size"] == 16 else 0.0),
+    ),
+    "no_interaction": (
+        "Learning rate × group size",
+        lambda s: 0.4 + 0.1 * (float(s["job.optimizer.lr"]) > 3e-5) + 0.1 * (s["job.group_size"] == 16),
+    ),
+    "slope": (SCALE, lambda s: 0.3 + 0.08 * doublings(s, "steps", 20)),
+    "no_slope": (SCALE, lambda s: 0.5),
+    "cheaper": ("A length penalty without loss of accuracy", lambda s: 0.5),
+}
+"""By name, a topic and the score of a setting. Answers of `alp` have half of the tokens."""
+
+
+class World(Formula):
+    def collect(self, key: str) -> Outcome:
+        found = super().collect(key)
+        share = 0.5 if self.trial(key).setting.get("job.recipe.name") == "alp" else 1.0
+        noise = 1 + 0.05 * math.sin(self.trial(key).seed)
+        return replace(found, signals={"completion/tokens": (TOKENS * share * noise,) * 4})
+
+
+def worlds(repeats: int) -> dict[str, float]:
+    """Returns the shares of right and wrong verdicts."""
+    decidable = right = wrong = claims = 0
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        write_subject(Path())
+        for topic, score in WORLDS.values():
+            for spread in SPREADS:
+                for repeat in range(repeats):
+                    study = study_of(topic, repeat)
+                    findings, _ = conduct(study, StudyLog(), World(score=lambda s, _, f=score: f(s), noise=spread))
+                    for claim, finding in zip(study.hypotheses, findings, strict=True):
+                        verdict, is_clear = truth(study, claim, score, spread)
+                        claims, decidable = claims + 1, decidable + is_clear
+                        right += is_clear and finding.verdict == verdict
+                        wrong += finding.verdict not in (verdict, "inconclusive")
+    return {"worlds_claims": claims, "worlds_right": right / decidable, "worlds_wrong": wrong / claims}
+
+
+def write_subject(folder: Path) -> None:
+    (folder / "agent.py").write_text("def agent(task, episode): return 0.0\n")
+    for name, number in (("tasks", 32), ("held_out", 4)):
+        lines = [json.dumps({"id": f"{name}{i}", "q": i}) for i in range(number)]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines))
+
+
+def study_of(topic: str, seed: int) -> Study:
+    subject = Subject("tiny", "agent.py:agent", "tasks.jsonl", "held_out.jsonl", steps=40)
+    space = space_of(read_topic(topic), {}, subject)
+    return plan(topic, budget=500, subject=subject, space=space, seed=seed)
+
+
+def truth(study: Study, claim: Hypothesis, score: Callable[[Setting], float], spread: float) -> tuple[Verdict, bool]:
+    """Returns the right verdict of a claim, and whether the last look can be expected to find it."""
+    matters = claim.sesoi or study.sesoi
+    if claim.metric == "tokens":
+        value, spread = math.log(0.5), 0.05
+    else:
+        value = sum(weight * score(study.arm(arm).changes) for arm, weight in claim.contrast.items())
+    error = spread * math.sqrt(sum(weight**2 for weight in claim.contrast.values()) / study.looks[-1])
+    verdict: Verdict = "supported" if value > matters else "refuted" if value < -matters else "practically_equivalent"
+    return verdict, abs(abs(value) - matters) >= CLEAR * error
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=20, help="studies of each world and spread")
+    options = parser.parse_args()
+    results = []
+    for topic in topics():
+        result, text = judged(topic)
+        results.append((result, topic.get("set", "notes")))
+        if result != "as_asked":
+            print(f"{result}: {topic['text']}: {text}")
+    sets = sorted({name for _, name in results})
+    shares = {f"as_asked_{name}": _share([result for result, of in results if of == name]) for name in sets}
+    print(
+        json.dumps(
+            {
+                "topics": len(results),
+                "as_asked": _share([result for result, _ in results]),
+                **shares,
+                "doubtful": sum(result == "doubtful" for result, _ in results),
+                "silent_other": sum(result == "other" for result, _ in results),
+                **worlds(options.repeats),
+            }
+        )
+    )
+
+
+def _share(results: list[Result]) -> float:
+    return round(results.count("as_asked") / max(1, len(results)), 3)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,635 @@
+"""From a topic in English to a question with a form: what differs, at which levels, and what is measured.
+
+A small grammar over the registry of factors, `factors.toml` and the schemas of the settings. It is a reader of
+phrases, not of meaning: a topic with a word that it does not know is refused with the nearest questions, and every plan
+says how the topic was read. A language model may write the same `Question`, which the same code checks.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import resources
+from itertools import product
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
+
+import numpy as np
+from pydantic import BaseModel, Field
+
+from agentjet.config import JobConfig, parse_config
+from agentjet.config.loader import check_model_name, parse_value
+from agentjet.errors import ConfigError, did_you_mean
+from agentjet.recipes import registry
+from agentjet.recipes.policy_gradient import PolicyGradient
+from agentjet.research.models import (
+    MEASURED,
+    OF_SUBJECT,
+    Equal,
+    Finding,
+    Hypothesis,
+    Metric,
+    Setting,
+    Study,
+    Subject,
+    Value,
+    refuse,
+)
+from agentjet.research.plan import METRIC, PlanPart, Space, SpaceArm
+
+Form = Literal["compare", "dose_response", "interaction", "scaling", "diagnose", "robustness", "trade_off"]
+SHARE = 0.1
+"""The smallest change of tokens and seconds that matters."""
+
+
+class Varied(PlanPart):
+    """A factor of a question, with the levels that are compared. The first level is the usual one, if it is one."""
+
+    factor: str
+    levels: tuple[Value, ...] = ()
+
+
+class Question(PlanPart):
+    """A question whose answer a study can be planned for."""
+
+    topic: str
+    form: Form
+    varied: tuple[Varied, ...] = ()
+    metrics: Annotated[tuple[Metric, ...], Field(min_length=1)] = ("score",)
+    """Fixed before the data; the first one decides. Of a trade-off, the second one is to become smaller."""
+    equal: Equal = "episodes"
+    """What all arms get the same amount of."""
+    needs: Mapping[str, str] = Field(default_factory=dict)
+    """What a person must give before the study can begin, by factor."""
+    unread: tuple[str, ...] = ()
+    """Words of the topic that played no part."""
+
+    def reading(self) -> str:
+        """Returns the sentence by which a person sees how the topic was read."""
+        shown = [
+            f"{one.factor} ({', '.join(map(shown_level, one.levels)) or 'levels to be given'})" for one in self.varied
+        ]
+        measured = " and ".join(self.metrics)
+        read = f"{WORDS_OF_FORMS[self.form].format(' × '.join(shown))}; measured: {measured}, at equal {self.equal}"
+        return f"{read}; these words played no part: {', '.join(self.unread)}" if self.unread else read
+
+
+WORDS_OF_FORMS: Mapping[Form, str] = {
+    "compare": "Which is better: {}",
+    "dose_response": "Up to where does more of it matter: {}",
+    "interaction": "Does the effect of one depend on the other: {}",
+    "scaling": "How does the result grow with it: {}",
+    "diagnose": "What keeps the agent from learning? {}",
+    "robustness": "What does the trained policy lose in a changed world: {}",
+    "trade_off": "What does a gain in one cost in the other: {}",
+}
+
+
+# ---- the registry ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """Something in which the arms of a study may differ."""
+
+    name: str
+    words: tuple[str, ...]
+    """Phrases by which a topic names it."""
+    levels: tuple[Value, ...] = ()
+    ordered: bool = False
+    """True if more or less of it can be had."""
+    named: Mapping[str, Value] = field(default_factory=dict)
+    """Levels by the phrases that name them."""
+    needs: str = ""
+    refused: str = ""
+
+
+@cache
+def _table() -> dict[str, Any]:
+    found: dict[str, Any] = tomllib.loads(resources.files(__package__).joinpath("factors.toml").read_text("utf-8"))
+    return found
+
+
+@cache
+def factors() -> dict[str, Factor]:
+    """Returns all factors by name: those of `factors.toml`, every setting of a job, and those of the default recipe."""
+    given: dict[str, dict[str, Any]] = dict(_table()["factor"])
+    found: dict[str, Factor] = {}
+    for name, annotation in (*_settings(JobConfig, "job"), *_settings(PolicyGradient, "job.recipe")):
+        own = given.pop(name, {})
+        if own.get("hidden"):
+            continue
+        levels = tuple(own.get("levels", ())) or _choices(annotation)
+        words = (*own.get("words", ()), name.rpartition(".")[2].replace("_", " "))
+        found[name] = Factor(name, words, levels, annotation in (int, float), own.get("named", {}))
+    for name, own in given.items():
+        levels = tuple(own.get("levels", ()))
+        is_number = bool(levels) and all(isinstance(level, int | float) for level in levels)
+        ordered = own.get("ordered", is_number)
+        words = tuple(own.get("words", ()))
+        named = own.get("named", {})
+        found[name] = Factor(name, words, levels, ordered, named, own.get("needs", ""), own.get("refused", ""))
+    return found
+
+
+def _settings(section: type[BaseModel], prefix: str) -> Iterator[tuple[str, Any]]:
+    """Yields the settings of a section that one value can set, by name, with their types."""
+    for name, info in section.model_fields.items():
+        kind = info.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield from () if kind.__module__.startswith("agentjet.recipes") else _settings(kind, f"{prefix}.{name}")
+        elif kind in (int, float, bool, str) or get_origin(kind) is Literal:
+            yield f"{prefix}.{name}", kind
+
+
+def _choices(annotation: Any) -> tuple[Value, ...]:
+    if annotation is bool:
+        return False, True
+    return get_args(annotation) if get_origin(annotation) is Literal else ()
+
+
+# ---- the grammar -----------------------------------------------------------------------------------------------------
+
+EQUAL: Mapping[str, Equal] = {
+    "token": "tokens",
+    "episode": "episodes",
+    "step": "steps",
+    **dict.fromkeys(("second", "time", "hour", "minute"), "seconds"),
+}
+
+
+@cache
+def _pattern(*names: str) -> re.Pattern[str]:
+    """Returns the pattern of a list of alternatives in the table."""
+    found: Any = _table()
+    for name in names:
+        found = found[name]
+    return re.compile("|".join(found))
+
+
+class Read(NamedTuple):
+    """A factor that a topic names."""
+
+    factor: Factor
+    at: int
+    """Place of its first word."""
+    level: Value | None = None
+    is_time: bool = False
+    """True if it names a time of the question, such as "after RL"."""
+
+
+def read_topic(topic: str) -> Question:
+    """Reads a topic. Raises `ConfigError` for one that no study can answer, or that was not understood."""
+    words = _words(topic)
+    if not words:
+        raise ConfigError("the topic is empty: give the question, such as 'Does a KL penalty help?'")
+    text = f" {' '.join(words)} "
+    amount = _pattern("amounts").search(text)
+    known, used = _named([*words] if amount is None else _without(words, text, amount))
+    for one in known:
+        if one.factor.refused:
+            raise ConfigError(f"the topic {topic!r} asks about {one.factor.name}: {one.factor.refused}")
+    equal = EQUAL[next(filter(None, amount.groups()))] if amount else "episodes"
+    form: Form = next((form for form in _table()["cues"] if _pattern("cues", form).search(text)), "compare")
+    unread = tuple(dict.fromkeys(word for word in _unread(words, used, text) if word not in _fillers()))
+    if form == "robustness" and {one.factor.name for one in known} <= {"agent", "prompt", "steps"}:
+        known = [Read(factors()["world"], 0)]
+    if form not in ("interaction", "scaling", "dose_response") or len(known) > 1:
+        known = [one for one in known if not (one.is_time and form != "interaction")]
+    if not known and form != "diagnose":
+        raise ConfigError(_not_understood(topic, unread))
+    numbers = _numbers(words) if form != "diagnose" else []
+    if any(one.factor.name == "world" for one in known):  # Its policy is trained in any case.
+        known = [one for one in known if one.factor.name not in ("steps", "agent", "prompt")]
+    metrics = _metrics(" ".join(word for at, word in enumerate(words) if at not in used), form, known)
+    if len(metrics) > 1 and form not in ("diagnose", "interaction"):
+        form = "trade_off"
+    if form != "diagnose":
+        form = _form(form, _varied(known, numbers, form), len(numbers), text)
+    varied = _varied(known, numbers, form)
+    metrics = metrics if form == "trade_off" else metrics[-1:]
+    needs = {one.factor.name: one.factor.needs for one in known if one.factor.needs}
+    asked = Question(topic=topic, form=form, varied=varied, metrics=metrics, equal=equal, needs=needs, unread=unread)
+    return asked if form != "diagnose" else asked.model_copy(update={"metrics": ("score",), "needs": {}})
+
+
+@cache
+def _fillers() -> frozenset[str]:
+    """Returns the words that change nothing in a topic once its factors, numbers and cues were found."""
+    return frozenset(_words(_table()["fillers"]))
+
+
+def _words(topic: str) -> list[str]:
+    """Returns the words in lower case and in the singular."""
+    plain = re.sub(r"(?<=[a-z])[-/](?=[a-z])", " ", topic.lower().replace("×", " x ").replace("'s", ""))
+    plain = plain.replace("dr. ", "dr ")
+    return [_stem(word) for word in re.findall(r"\d+(?:\.\d+)?b\b|\d+(?:\.\d+)?(?:e-?\d+)?|[a-z][a-z0-9_+-]*", plain)]
+
+
+def _stem(word: str) -> str:
+    return word[:-1] if len(word) > 3 and word.endswith("s") and not word.endswith(("ss", "us", "is")) else word
+
+
+@cache
+def _phrases() -> list[tuple[list[str], Factor, Value | None]]:
+    """Returns the phrases of all factors and recipes as words, the longest first."""
+    recipe = factors()["job.recipe"]
+    found: list[tuple[list[str], Factor, Value | None]] = [
+        (_words(phrase), factor, None) for factor in factors().values() for phrase in factor.words
+    ]
+    for factor in factors().values():
+        found += [(_words(phrase), factor, level) for phrase, level in factor.named.items()]
+    for name in registry.built_in():
+        found += [(_words(shown), recipe, name) for shown in {name, name.replace("_", " ")} if shown != "sft"]
+    return sorted(found, key=lambda one: -len(one[0]))
+
+
+def _named(words: Sequence[str]) -> tuple[list[Read], set[int]]:
+    """Returns the factors that a topic names, in their order, and the places of the words that name them.
+
+    Numbers, and what joins them, may stand within a phrase.
+    """
+    found: list[Read] = []
+    is_number = [word[0].isdigit() or word in _table()["numbers"] for word in words] + [False]
+    joins = [word in ("and", "or", "to") and is_number[at + 1] for at, word in enumerate(words)]
+    places = [at for at in range(len(words)) if not is_number[at] and not joins[at]]
+    plain = [words[at] for at in places]
+    used: set[int] = set()
+    for phrase, factor, level in _phrases():
+        for at in range(len(plain) - len(phrase) + 1):
+            own = {*places[at : at + len(phrase)]}
+            if plain[at : at + len(phrase)] == phrase and not own & used:
+                used |= own
+                found.append(Read(factor, places[at], level, is_time=phrase[0] == "after"))
+    for at, word in enumerate(words):
+        if re.fullmatch(r"\d+(?:\.\d+)?b", word):
+            used.add(at)
+            found.append(Read(factors()["model"], at, word.upper()))
+    known = [one for one in found if one.factor.name != "nothing"]
+    return sorted(known, key=lambda one: one.at), used
+
+
+def _without(words: Sequence[str], text: str, found: re.Match[str]) -> list[str]:
+    """Returns the words of a topic, with those of an amount replaced by blanks."""
+    first, last = len(text[: found.start()].split()), len(text[: found.end()].split())
+    return [" " if first <= at < last else word for at, word in enumerate(words)]
+
+
+def _numbers(words: Sequence[str]) -> list[tuple[int, int | float]]:
+    """Returns the numbers of a topic with their places."""
+    found: list[tuple[int, int | float]] = []
+    for at, word in enumerate(words):
+        before = words[at - 1] if at else ""
+        if (word == "one" and before not in ("than", "or", "of", "and", "to")) or (word == "two" and before == "the"):
+            continue  # A pronoun.
+        if word in _table()["numbers"]:
+            found.append((at, _table()["numbers"][word]))
+        elif word[0].isdigit() and not word.endswith("b"):
+            found.append((at, int(word) if word.isdigit() else float(word)))
+    return found
+
+
+def _varied(known: Sequence[Read], numbers: Sequence[tuple[int, int | float]], form: Form) -> tuple[Varied, ...]:
+    """Returns the factors with the levels that the topic names, or their usual ones. A number belongs to the nearest
+    factor with an order.
+    """
+    ordered = [one for one in known if one.factor.ordered and one.level is None]
+    names = dict.fromkeys(one.factor.name for one in known if one.factor.name not in ("teacher", "own_recipe"))
+    levels: dict[str, list[Value]] = {name: [] for name in names}
+    for one in known:
+        if one.level is not None and one.level not in levels[one.factor.name]:
+            levels[one.factor.name].append(one.level)
+    for at, number in numbers:
+        if ordered:
+            nearest = min(ordered, key=lambda one: abs(one.at - at))
+            levels[nearest.factor.name].append(number)
+    if any(one.factor.name == "own_recipe" for one in known):
+        levels.setdefault("job.recipe", [registry.DEFAULT])
+    elif (recipes := levels.get("job.recipe")) is not None and (len(recipes) < 2 or registry.DEFAULT in recipes):
+        recipes[:] = [registry.DEFAULT, *(name for name in recipes if name != registry.DEFAULT)]
+    return tuple(Varied(factor=name, levels=_compared(factors()[name], own, form)) for name, own in levels.items())
+
+
+def _compared(factor: Factor, own: list[Value], form: Form) -> tuple[Value, ...]:
+    """Returns the named levels if there are several, in their order, else the usual ones."""
+    usual = factor.levels
+    if factor.name == "job.recipe":
+        return tuple(own)
+    if len(own) > 1:
+        return tuple(sorted(own, key=_order))
+    if len(own) == 1 and own[0] not in usual:
+        return (*usual[:1], own[0])
+    if form == "dose_response" and len(usual) == 2 and isinstance(usual[1], float) and usual[0] == 0:
+        return 0.0, usual[1] / 10, usual[1], usual[1] * 10
+    return usual
+
+
+def _order(level: Value) -> float:
+    return float(level) if isinstance(level, int | float) else 0.0
+
+
+def _form(form: Form, varied: Sequence[Varied], num_numbers: int, text: str) -> Form:
+    """Returns the form that fits the factors of a question.
+
+    A changed world is one of robustness, several factors are an interaction, an order makes a dose. What only has an
+    order is compared if two levels are named, or if the topic asks whether it helps.
+    """
+    names = [one.factor for one in varied]
+    if form == "diagnose" or (form == "trade_off" and names):
+        return form
+    if "world" in names or (form == "robustness" and "tasks.filter" in names):
+        return "robustness"
+    if len(names) > 1:
+        return "interaction"
+    if form == "scaling" and names[0] in SCALES:
+        return form
+    if factors()[names[0]].ordered and num_numbers != 2:
+        asks_whether = form != "dose_response" and _pattern("switches").search(text) is not None
+        is_switch = asks_whether and not num_numbers
+        return "compare" if is_switch else "dose_response"
+    return "compare"
+
+
+SCALES = ("steps", "tasks.number", "model", "job.batch_size", "job.group_size")
+"""Factors along which a result may grow."""
+
+
+def _metrics(text: str, form: Form, known: Sequence[Read]) -> tuple[Metric, ...]:
+    """Returns what a topic measures: the score first, if it names it beside something that costs."""
+    measured = f" {_pattern('amounts').sub('', text)} "
+    found: list[Metric] = [name for name in _table()["metrics"] if _pattern("metrics", name).search(measured)]
+    costs = [name for name in found if name != "score"]
+    if form == "trade_off" and not costs:
+        costs = ["seconds" if any(one.factor.name == "max_turns" for one in known) else "tokens"]
+    if costs and ("score" in found or form == "trade_off"):
+        return "score", costs[0]
+    return (costs[0] if costs else "score",)
+
+
+def _unread(words: Sequence[str], used: set[int], text: str) -> Iterator[str]:
+    """Yields the words that are in no factor, number or cue."""
+    patterns = [("amounts",), *((kind, name) for kind in ("metrics", "cues") for name in _table()[kind])]
+    in_cues = {word for names in patterns for found in _pattern(*names).finditer(text) for word in found[0].split()}
+    for at, word in enumerate(words):
+        is_number = word in _table()["numbers"] or word[0].isdigit()
+        if at not in used and not is_number and word not in in_cues and word != "x":
+            yield word
+
+
+def _not_understood(topic: str, unread: Sequence[str]) -> str:
+    """Returns why a topic was not understood, with the nearest questions."""
+    phrases = {" ".join(words): factor for words, factor, _ in _phrases() if not factor.refused}
+    wanted = " ".join(unread) or topic.lower()
+
+    def likeness(phrase: str) -> float:
+        return max(difflib.SequenceMatcher(None, part, phrase).ratio() for part in (wanted, *wanted.split()))
+
+    near = list(dict.fromkeys(phrases[phrase].words[0] for phrase in sorted(phrases, key=likeness, reverse=True)))[:3]
+    questions = "; ".join(f"'Does the {phrase} matter?'" for phrase in near)
+    what = (
+        f"its words {', '.join(map(repr, unread))} name nothing that a study can change"
+        if unread
+        else "it names nothing that a study can change"
+    )
+    return f"the topic {topic!r} was not understood: {what}. Near ones are {questions}"
+
+
+def shown_level(level: Value) -> str:
+    if isinstance(level, bool):
+        return "on" if level else "off"
+    return f"{level:g}" if isinstance(level, float) else str(level)
+
+
+# ---- from a question to arms and claims ------------------------------------------------------------------------------
+
+
+def space_of(question: Question, given: Mapping[str, Sequence[Value]], subject: Subject) -> Space:
+    """Returns the arms and claims by which a question is answered. `given` are levels by factor, which replace those of
+    the question. Raises `ConfigError` if a person must give something first, and for a question that no study answers.
+    """
+    topic, known = question.topic, {*(one.factor for one in question.varied), *question.needs}
+    if unknown := sorted(given.keys() - known):
+        raise ConfigError(f"--level {unknown[0]}: the question is about {', '.join(sorted(known)) or 'no factor'}")
+    if question.form in OTHER_WAYS:
+        raise ConfigError(f"{topic!r} {OTHER_WAYS[question.form]}")
+    if missing := [needs for name, needs in question.needs.items() if name not in given and name not in ALIASES]:
+        raise ConfigError(f"{topic!r} needs {missing[0]}")
+    if question.equal in MEASURED:
+        raise ConfigError(
+            f"{topic!r}: equal {question.equal} are measured in a campaign only (equal = {question.equal!r} in "
+            "subject.toml, agentjet research start); studies compare at equal episodes or steps"
+        )
+    levels = {one.factor: _levels(one, given, question, subject) for one in question.varied}
+    if question.equal == "episodes" and levels.keys() == {*SIZES}:
+        del levels["job.batch_size"]  # It follows from the size of a group.
+    if question.form == "interaction":  # The ends of each.
+        refuse(len(levels) != 2, f"an interaction has two factors, and the question has {', '.join(levels)}")
+        levels = {name: (own[0], own[-1]) for name, own in levels.items()}
+    chosen = [dict(zip(levels, values, strict=True)) for values in product(*levels.values())]
+    refuse(len(chosen) > MOST_ARMS, f"{len(chosen)} arms: give fewer levels (--level), so that there are {MOST_ARMS}")
+    arms = {_arm_name(one): _arm(one, question, given, subject) for one in chosen}
+    claims = tuple(_claims(question, list(arms), chosen))
+    return Space(arms=arms, hypotheses=claims, metric=METRICS_IN_WORDS[question.metrics[0]])
+
+
+OTHER_WAYS: Mapping[Form, str] = {
+    "diagnose": "asks for causes: agentjet research start finds and mends them",
+    "robustness": "asks about one trained policy in changed worlds: train it, and evaluate it in each (agentjet eval)",
+}
+METRICS_IN_WORDS: Mapping[Metric, str] = {
+    "score": METRIC,
+    "tokens": "tokens of an answer in training, at the end of a run",
+    "seconds": "seconds of training",
+}
+MOST_ARMS = 12
+CODE = ("agent", "prompt", "reward")
+"""Factors whose levels are agents."""
+SIZES = ("job.group_size", "job.batch_size")
+ALIASES = ("own_recipe",)
+"""Needs that are levels of another factor."""
+
+
+def given_levels(options: Sequence[str]) -> dict[str, list[Value]]:
+    """Reads levels that are given as `FACTOR=VALUE`. Raises `ConfigError`."""
+    found: dict[str, list[Value]] = {}
+    for option in options:
+        name, equals, text = option.partition("=")
+        refuse(not equals or not text, f"--level {option}: give FACTOR=VALUE, such as steps=80")
+        if name not in factors():
+            raise ConfigError(
+                f"--level {option}: {did_you_mean(name, factors(), 'there is no such factor', separator='.')}"
+            )
+        found.setdefault(name, []).append(parse_value(text))
+    return found
+
+
+def _levels(
+    one: Varied, given: Mapping[str, Sequence[Value]], question: Question, subject: Subject
+) -> tuple[Value, ...]:
+    """Returns the levels of a factor that are compared, in their order."""
+    name, own = one.factor, tuple(given.get(one.factor, one.levels))
+    if name in given and len(one.levels) == 1:
+        own = (*one.levels, *own)
+    if not name.startswith(("job.", "model.lora.")) and name not in (*CODE, *OF_SUBJECT):
+        raise ConfigError(
+            f"{question.topic!r}: arms of a study cannot differ in {name} yet: compare separate runs by hand"
+        )
+    refuse(len(own) < 2, f"{name}: two levels or more are compared: --level {name}=VALUE, two or more times")
+    if "easy_first" in own or "hard_first" in own:
+        raise ConfigError(
+            f"{question.topic!r} needs the key of the payloads by whose numbers tasks are sorted: "
+            "--level tasks.order=shuffled --level tasks.order=KEY (-KEY: downwards)"
+        )
+    if name == "model":
+        for model in own:
+            check_model_name(str(model), "--level model")
+    if name == "tasks.number":
+        own = tuple(_number_of_tasks(level, subject) for level in own)
+    is_ordered = question.form in ("dose_response", "scaling") and all(isinstance(level, int | float) for level in own)
+    return tuple(sorted(own, key=_order)) if is_ordered else own
+
+
+def _arm_name(levels: Setting) -> str:
+    text = " ".join(f"{name.rpartition('.')[2]} {shown_level(level)}" for name, level in levels.items())
+    return re.sub(r"[^\w .+-]+", "-", text)[:40].strip()
+
+
+def _arm(levels: Setting, question: Question, given: Mapping[str, Sequence[Value]], subject: Subject) -> SpaceArm:
+    """Returns an arm with one level of each factor. Arms have equal episodes, if the question says so: a larger group
+    means fewer groups in a batch, and larger batches mean fewer of them.
+    """
+    changes = {"job.recipe.name" if name == "job.recipe" else name: level for name, level in levels.items()}
+    agent = next((str(changes.pop(name)) for name in CODE if name in changes), "")
+    if changes.get("job.recipe.name") == "distill":
+        changes["job.recipe.teacher"] = given["teacher"][0]
+    if question.equal == "episodes" and len(sized := [name for name in SIZES if name in changes]) == 1:
+        job = parse_config(subject.settings).job
+        size, name = int(changes[sized[0]]), sized[0]
+        follows, every = (
+            ("job.batch_size", job.batch_size * job.group_size)
+            if name == SIZES[0]
+            else ("steps", subject.steps * job.batch_size)
+        )
+        refuse(
+            size < 1 or every % size > 0, f"{name} = {size}: {every} is no multiple of it, so {follows} cannot follow"
+        )
+        changes[follows] = every // size
+    return SpaceArm(changes=changes, agent=agent)
+
+
+def _number_of_tasks(level: Value, subject: Subject) -> int:
+    """Returns the number of tasks of a level: a number, `all`, or a share such as `1/4`."""
+    every, text = len(subject.training_tasks()), str(level)
+    if text == "all":
+        return every
+    number = every // int(text[2:]) if re.fullmatch(r"1/[1-9]\d*", text) else int(text) if text.isdigit() else 0
+    refuse(number < 1, f"tasks.number = {level!r}: give a number, a share such as 1/4, or all")
+    return number
+
+
+def _claims(question: Question, arms: Sequence[str], levels: Sequence[Setting]) -> Iterator[Hypothesis]:
+    first, last = arms[0], arms[-1]
+    primary = question.metrics[0]
+    sesoi = 0.0 if primary == "score" else SHARE
+    if question.form == "interaction":
+        both, one, other, none = arms[3], arms[2], arms[1], arms[0]
+        weights = {both: 1.0, one: -1.0, other: -1.0, none: 1.0}
+        factor, beside = levels[0]
+        claim = f"the effect of {factor} depends on {beside}"
+        yield Hypothesis(claim, both, none, sign="?", weights=weights, metric=primary, sesoi=sesoi)
+        for arm, against in ((one, none), (both, other)):
+            yield Hypothesis(f"{arm} against {against}", arm, against, sign="?", metric=primary, sesoi=sesoi)
+        return
+    if question.form == "scaling":
+        yield Hypothesis(
+            f"{primary} grows with each doubling of {next(iter(levels[0]))}",
+            last,
+            first,
+            sign="+",
+            weights=_slope(arms, levels),
+            metric=primary,
+            sesoi=sesoi,
+        )
+    in_order = question.form in ("dose_response", "scaling")
+    for number, arm in enumerate(arms[1:], 1):
+        against = arms[number - 1] if in_order else first
+        for place, metric in enumerate(question.metrics):
+            verb = "scores higher than" if metric == "score" else f"takes more {metric} than"
+            yield Hypothesis(
+                f"{arm} {verb} {against}",
+                arm,
+                against,
+                sign="?",
+                metric=metric,
+                sesoi=0.0 if metric == "score" else SHARE,
+                confirmatory=place == 0 or question.form == "trade_off",
+            )
+
+
+def _slope(arms: Sequence[str], levels: Sequence[Setting]) -> dict[str, float]:
+    """Returns the weights of arms by which the slope over the logarithm to base 2 of a level is estimated."""
+    values = [next(iter(one.values())) for one in levels]
+    numbers = [float(value) for value in values if isinstance(value, int | float) and value > 0]
+    places = np.log2(numbers) if len(numbers) == len(values) else np.arange(len(values), dtype=float)
+    away = places - places.mean()
+    return {arm: float(weight) for arm, weight in zip(arms, away / (away**2).sum(), strict=True)}
+
+
+# ---- the answer ------------------------------------------------------------------------------------------------------
+
+MANY_MORE = 1000
+"""Seeds beyond which "more" is not said as a number."""
+
+
+def answer(study: Study, findings: Mapping[str, Finding]) -> list[str]:
+    """Returns the sentences that answer the question of a study, from the findings by the id of their claim."""
+    known = [(claim, findings[claim.id]) for claim in study.hypotheses if claim.id in findings]
+    found = [_sentence(study, claim, finding) for claim, finding in known]
+    if study.form == "dose_response" and len(known) == len(study.hypotheses):
+        gains = [claim.arm for claim, finding in known if finding.verdict == "supported"]
+        falls = [claim.arm for claim, finding in known if finding.verdict == "refuted"]
+        last = f"More of it helps up to {gains[-1]}" if gains else "No step to more of it is confirmed to help"
+        found.insert(0, f"{last}{f'; from {falls[0]} on it harms' if falls else ''}.")
+    if study.form == "trade_off" and len(known) == len(study.hypotheses):
+        kept = {claim.arm for claim, finding in known if claim.metric == "score" and finding.verdict in KEPT}
+        less = [claim.arm for claim, finding in known if claim.metric != "score" and finding.verdict == "refuted"]
+        both = [arm for arm in less if arm in kept]
+        found.insert(
+            0,
+            f"{', '.join(both)} costs less without a loss of score."
+            if both
+            else "No arm is confirmed to cost less without a loss of score.",
+        )
+    return found
+
+
+KEPT = ("supported", "practically_equivalent")
+
+
+def _sentence(study: Study, claim: Hypothesis, found: Finding) -> str:
+    matters, text = claim.sesoi or study.sesoi, claim.claim[0].upper() + claim.claim[1:]
+    if found.estimate is None or found.low is None or found.high is None:
+        return f"{text}: not decided, because {found.reason}."
+    size = f"{found.estimate:+.3g} ({found.low:+.3g} to {found.high:+.3g})"
+    size += " in logarithms, so about that share" if claim.metric != "score" else ""
+    match found.verdict:
+        case "supported":
+            return f"{text}: yes, {size}."
+        case "refuted":
+            return f"{text}: no, the opposite, {size}."
+        case "practically_equivalent":
+            return f"{text}: no difference within ± {matters:g}, {size}."
+    return f"{text}: not decided, {size}; {_more_seeds(found, matters)}."
+
+
+def _more_seeds(found: Finding, matters: float) -> str:
+    """Returns how many more seeds would decide a claim, if its estimate and its spread stay as they are."""
+    assert found.estimate is not None and found.low is not None and found.high is not None
+    away, half = abs(abs(found.estimate) - matters), (found.high - found.low) / 2
+    wanted = found.seeds * (half / away) ** 2 if away else np.inf
+    if not wanted < MANY_MORE:
+        return f"more than {MANY_MORE} seeds an arm would be needed, because the effect is about as large as matters"
+    return f"about {max(1, int(np.ceil(wanted)) - found.seeds)} more seeds an arm would"
