@@ -177,7 +177,7 @@ def new(
 ) -> None:
     """Plan a study from a question: arms, claims, seeds, looks and budget. Nothing is run.
 
-    The plan says how the question was read. A question that no study answers is refused with near ones. Read plan.md
+    The plan has the reading of the question. A question that no study answers is refused with near ones. Read plan.md
     in the folder, then run it with `agentjet research run FOLDER`.
     """
     from agentjet.config.loader import parse_overrides

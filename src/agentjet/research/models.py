@@ -38,8 +38,8 @@ Setting = Mapping[str, Value]
 """Settings by name, such as `job.optimizer.lr`, as `agentjet serve --set` takes them; of arms and trials also those of
 `OF_SUBJECT`."""
 OF_SUBJECT = frozenset({"model", "steps", "tasks.number", "tasks.order"})
-"""What an arm may set besides settings of its server: the base model, the length of its runs, and number and order of
-its training tasks."""
+"""Names that an arm may set besides settings of its server: the base model, the length of its runs, and number and
+order of its training tasks."""
 
 
 def of_server(setting: Setting) -> Setting:
@@ -434,7 +434,7 @@ class Hypothesis(Record):
     """Weights of arms, if the claim is about a weighted sum of their means: a slope, or an interaction. They add up
     to 0. Empty: `arm` minus `against`."""
     metric: Metric = "score"
-    """What is measured. Differences of tokens and of seconds are those of their logarithms, so of shares."""
+    """The measured quantity. Differences of tokens and of seconds are those of their logarithms, so of shares."""
     sesoi: float = 0.0
     """Smallest effect of interest of this claim. 0: that of the study."""
 
@@ -484,7 +484,7 @@ class Study(Record):
     form: str = ""
     """Form of the question that the topic was read as: see `topic.Form`. Empty if a person wrote the arms."""
     reading: str = ""
-    """How the topic was read, in a sentence."""
+    """The reading of the topic, in a sentence."""
 
     def to_json(self) -> dict[str, Any]:
         """Omits what is missing, so that ids and the seeds derived from them do not change."""

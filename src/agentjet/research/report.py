@@ -152,8 +152,7 @@ def gather(view: StudyView) -> Facts:
     return {
         "study": study.to_json() | {"id": study.id, "subject": study.subject and study.subject.to_json()},
         "stage": view.stage,
-        "reading": study.reading,
-        "answer": answer(study, view.findings) if study.form else [],
+        **({"reading": study.reading, "answer": answer(study, view.findings)} if study.form else {}),
         "num_entries": len(view.log.entries),
         "num_unended": sum(one.outcome is None for one in view.launched),
         "findings": [finding_facts(f"F{n}", hypothesis, view) for n, hypothesis in enumerate(study.hypotheses, 1)],

@@ -1,8 +1,8 @@
 """From a topic in English to a question with a form: what differs, at which levels, and what is measured.
 
 A small grammar over the registry of factors, `factors.toml` and the schemas of the settings. It is a reader of
-phrases, not of meaning: a topic with a word that it does not know is refused with the nearest questions, and every plan
-says how the topic was read. A language model may write the same `Question`, which the same code checks.
+phrases, not of meaning: a topic without a known word is refused with the nearest questions, and every plan has the
+reading of its topic, with the words that played no part. A language model may write the same `Question`, which the same code checks.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ class Question(PlanPart):
     form: Form
     varied: tuple[Varied, ...] = ()
     metrics: Annotated[tuple[Metric, ...], Field(min_length=1)] = ("score",)
-    """Fixed before the data; the first one decides. Of a trade-off, the second one is to become smaller."""
+    """Fixed before the data; the first one decides. In a trade-off, the aim for the second one is a small value."""
     equal: Equal = "episodes"
-    """What all arms get the same amount of."""
+    """The amount that is equal for all arms."""
     needs: Mapping[str, str] = Field(default_factory=dict)
-    """What a person must give before the study can begin, by factor."""
+    """Things that a person must give before the study can begin, by factor."""
     unread: tuple[str, ...] = ()
     """Words of the topic that played no part."""
 
@@ -334,8 +334,8 @@ def _order(level: Value) -> float:
 def _form(form: Form, varied: Sequence[Varied], num_numbers: int, text: str) -> Form:
     """Returns the form that fits the factors of a question.
 
-    A changed world is one of robustness, several factors are an interaction, an order makes a dose. What only has an
-    order is compared if two levels are named, or if the topic asks whether it helps.
+    A changed world is one of robustness, several factors are an interaction, an order makes a dose. A single factor
+    with an order is compared if two levels are named, or if the topic asks whether it helps.
     """
     names = [one.factor for one in varied]
     if form == "diagnose" or (form == "trade_off" and names):
@@ -498,8 +498,8 @@ def _arm_name(levels: Setting) -> str:
 
 
 def _arm(levels: Setting, question: Question, given: Mapping[str, Sequence[Value]], subject: Subject) -> SpaceArm:
-    """Returns an arm with one level of each factor. Arms have equal episodes, if the question says so: a larger group
-    means fewer groups in a batch, and larger batches mean fewer of them.
+    """Returns an arm with one level of each factor. With equal episodes a larger group means fewer groups
+    in a batch, and larger batches mean fewer of them.
     """
     changes = {"job.recipe.name" if name == "job.recipe" else name: level for name, level in levels.items()}
     agent = next((str(changes.pop(name)) for name in CODE if name in changes), "")
@@ -581,7 +581,7 @@ def _slope(arms: Sequence[str], levels: Sequence[Setting]) -> dict[str, float]:
 # ---- the answer ------------------------------------------------------------------------------------------------------
 
 MANY_MORE = 1000
-"""Seeds beyond which "more" is not said as a number."""
+"""Seeds beyond which no number is given."""
 
 
 def answer(study: Study, findings: Mapping[str, Finding]) -> list[str]:
