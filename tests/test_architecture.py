@@ -88,7 +88,9 @@ PACKAGES = {
     ),
     "trackers": rule(VOCABULARY, lazy="mlflow tensorboardX trackio wandb"),
     "research": rule(
-        f"{VOCABULARY} database config sandbox client", "jinja2 markdown_it numpy pydantic scipy", lazy="httpx"
+        f"{VOCABULARY} database config recipes.registry sandbox client",
+        "jinja2 markdown_it numpy pydantic scipy",
+        lazy="httpx",
     ),
     "__init__": rule(f"{VOCABULARY} client"),
 }

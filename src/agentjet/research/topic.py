@@ -2,7 +2,7 @@
 
 A small grammar over the registry of factors, `factors.toml` and the schemas of the settings. It is a reader of
 phrases, not of meaning: a topic without a known word is refused with the nearest questions, and every plan has the
-reading of its topic, with the words that played no part. A language model may write the same `Question`, which the same code checks.
+reading of its topic, with the words that played no part.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from agentjet.config import JobConfig, parse_config
 from agentjet.config.loader import check_model_name, parse_value
 from agentjet.errors import ConfigError, did_you_mean
 from agentjet.recipes import registry
-from agentjet.recipes.policy_gradient import PolicyGradient
 from agentjet.research.models import (
     MEASURED,
     OF_SUBJECT,
@@ -118,7 +117,7 @@ def factors() -> dict[str, Factor]:
     """Returns all factors by name: those of `factors.toml`, every setting of a job, and those of the default recipe."""
     given: dict[str, dict[str, Any]] = dict(_table()["factor"])
     found: dict[str, Factor] = {}
-    for name, annotation in (*_settings(JobConfig, "job"), *_settings(PolicyGradient, "job.recipe")):
+    for name, annotation in (*_settings(JobConfig, "job"), *_settings(registry.find(registry.DEFAULT), "job.recipe")):
         own = given.pop(name, {})
         if own.get("hidden"):
             continue
