@@ -72,7 +72,8 @@ class Question(PlanPart):
             f"{one.factor} ({', '.join(map(shown_level, one.levels)) or 'levels to be given'})" for one in self.varied
         ]
         measured = " and ".join(self.metrics)
-        read = f"{WORDS_OF_FORMS[self.form].format(' × '.join(shown))}; measured: {measured}, at equal {self.equal}"
+        equal = "" if any(one.factor == "steps" for one in self.varied) else f", at equal {self.equal}"
+        read = f"{WORDS_OF_FORMS[self.form].format(' × '.join(shown))}; measured: {measured}{equal}"
         return f"{read}; these words played no part: {', '.join(self.unread)}" if self.unread else read
 
 
