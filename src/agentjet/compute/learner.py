@@ -249,6 +249,8 @@ SLOPE = "slope of "
 """Beginning of the names of columns with derivatives of a `batch_loss`."""
 NOT_FINITE = "recipe/not_finite"
 """Sum over the tokens of a mini-batch; not a metric."""
+STATE = "state/"
+"""Beginning of the metrics of a recipe's state after the batch."""
 REPEATED = "moe/repeated"
 """Number of repeated choices; not a metric."""
 ROUTES_MEASURED = 2
@@ -305,10 +307,12 @@ class PolicyLearner:
         self._optimizer = Optimizer("adamw", policy, self._masters)
         self.recipe_states: dict[str, Mapping[str, float]] = {}
         """States of recipes by name, without empty ones."""
-        self._next_states: dict[str, Mapping[str, float]] | None = None
-        """The same after the batch. The optimiser step after its last `forward_backward` adopts them."""
+        self._next_state: tuple[str, Mapping[str, float]] | None = None
+        """Recipe and state after the batch. The optimiser step after its last `forward_backward` adopts it."""
         self._values: ValueModel | None = None
         """The heads of the last recipe that had some."""
+        self._only_values = False
+        """True if only the heads learn from the present batch."""
         self._teacher: Teacher | None = None
         self._num_measured = 0
         """Batches that were computed without their routes."""
@@ -349,8 +353,7 @@ class PolicyLearner:
         steps = [*prepared.steps, metrics]
         if loss.step == prepared.num_steps - 1:
             state = hooks.next_state(loss.recipe, self._state_of(loss.recipe), means(steps))
-            states = {**self.recipe_states, loss.recipe.name: state}
-            self._next_states = {name: values for name, values in states.items() if values}
+            self._next_state = loss.recipe.name, state
             self._prepared = None
         prepared.steps.append(metrics)
         return Outputs(metrics, num_steps=prepared.num_steps)
@@ -358,7 +361,7 @@ class PolicyLearner:
     @contextmanager
     def _undone_on_failure(self) -> Iterator[None]:
         """Context of a `forward_backward`. After a failure the gradient is that of the operations before it."""
-        before = self._prepared, self._next_states, self._contributed, self._values
+        before = self._prepared, self._next_state, self._contributed, self._values, self._only_values
         heads = None if self._values is None else self._values.heads
         accumulated = self._take_gradients()
         try:
@@ -366,7 +369,7 @@ class PolicyLearner:
         except BaseException:
             self._take_gradients()
             self._pass.forget()
-            self._prepared, self._next_states, self._contributed, self._values = before
+            self._prepared, self._next_state, self._contributed, self._values, self._only_values = before
             if self._values is not None and heads is not None:
                 self._values.heads = heads
             raise
@@ -391,16 +394,17 @@ class PolicyLearner:
 
         If no target contributed since the last step, no weight changes, not even by momentum. A norm that is not finite
         skips the step. The metrics show both, with the norm before clipping. An optimiser by another name than that of
-        the last step begins without moments. Raises `ConfigError` for one that cannot train this policy.
+        the last step begins without moments. Raises `ConfigError` for one that cannot train this policy. In a warm-up
+        of value heads, only these change.
         """
         masters = self.masters()
         contributed = self._contributed
         norm = self._change_masters(masters, optimizer, version) if contributed else 0.0
         self._contributed = False
         is_finite = math.isfinite(norm)
-        if is_finite and self._next_states is not None:
-            self.recipe_states = self._next_states
-        self._next_states = None
+        of_recipe: dict[str, float] = {}
+        if self._next_state is not None:
+            of_recipe = self._end_batch(*self._next_state, is_learned=is_finite)
         self._optimizer.zero_grad()
         return {
             "optim/grad_norm": norm,
@@ -408,7 +412,18 @@ class PolicyLearner:
             "optim/lr": learning_rate(optimizer, version),
             "optim/steps": float(contributed),
             "weights/finite": float(math.isfinite(self._norm(masters))),
+            **of_recipe,
         }
+
+    def _end_batch(self, recipe: str, state: Mapping[str, float], *, is_learned: bool) -> dict[str, float]:
+        """Adopt the state of a recipe after the last step of a batch, unless it was skipped; returns it as metrics."""
+        self._next_state = None
+        if is_learned:
+            states = {**self.recipe_states, recipe: state}
+            self.recipe_states = {name: values for name, values in states.items() if values}
+            if self._only_values and self._values is not None:
+                self._values.num_batches += 1
+        return {f"{STATE}{name}": value for name, value in self.recipe_states.get(recipe, {}).items()}
 
     def _change_masters(self, masters: Sequence[Tensor], optimizer: OptimizerConfig, version: int) -> float:
         """Make a step of the optimiser; returns the norm of the gradient before clipping.
@@ -426,7 +441,7 @@ class PolicyLearner:
         norm = float(total_norm)
         if self._values is not None and not self._values.has_finite_gradient:
             norm = math.nan
-        if math.isfinite(norm):
+        if math.isfinite(norm) and not self._only_values:
             if chosen is not self._optimizer:
                 message = "%s: job.optimizer.name is %r instead of %r from policy version %d on: new moments"
                 log.info(message, self.policy.info.name, chosen.name, self._optimizer.name, version)
@@ -450,6 +465,7 @@ class PolicyLearner:
             if self._values is None or self._values.heads.names != heads.names:
                 self._values = ValueModel(heads, self.policy)
             self._values.heads = heads
+        self._only_values = heads is not None and self._values is not None and self._values.warms_up
         self._check_routes(batch.forest)
         outputs = self._outputs(batch.forest, loss.recipe, loss.micro_batch_tokens)
         forest = batch.forest.with_columns(**outputs)
@@ -812,8 +828,8 @@ class PolicyLearner:
                     }
         self._optimizer.zero_grad()
         self._sums.clear()
-        self._prepared = self._next_states = None
-        self._contributed = False
+        self._prepared = self._next_state = None
+        self._contributed = self._only_values = False
         self._copy_masters()
         optimizer.load(found)
         self._optimizer = optimizer
