@@ -6,7 +6,7 @@ learns every batch of each journal again.
 
 The last line is one JSON object: `recipes` is the number of recipes, `learned` the number of those whose reward rose by
 more than its 95% interval, `replay_equal` is true if each policy had the same bits after the replay. Without `--only`
-it also has the figures of `bench/whole_batch.py`; `--only` without a name has nothing else.
+it also has the figures of `bench/whole_batch.py` and `bench/short_runs.py`; `--only` without a name has nothing else.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ from agentjet.client import AsyncEpisode
 from agentjet.errors import AgentJetError
 from agentjet.recipes import registry
 from agentjet.recipes.registry import make_recipe
-from bench import whole_batch
+from bench import short_runs, whole_batch
 from bench.machine import bounded, grid, report
+from bench.short_runs import share
 from tests.tiny import make_model
 
 Row = dict[str, Any]  # Figures of a recipe
@@ -101,11 +102,6 @@ class Trained:
 
 def run_name(recipe: str) -> str:
     return recipe.replace("_", "-")
-
-
-def share(text: str) -> float:
-    """Returns the share of letters and digits."""
-    return sum(one.isascii() and one.isalnum() for one in text) / len(text) if text else 0.0
 
 
 class Player:
@@ -277,7 +273,7 @@ def main() -> int:
     tables = [grid(rows, *columns)] if rows else []
     if not options.only:
         found, more = whole_batch.measured()
-        verdict |= found
+        verdict |= found | short_runs.measured()
         tables += [*more, bounded(found, {}, whole_batch.MOST)]
     report("recipes", {**verdict, "served": rows}, *tables, machine=False)
     return int(bool(failed) or not verdict["replay_equal"])

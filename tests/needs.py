@@ -54,6 +54,7 @@ def has_vllm() -> bool:
 
 
 NEEDS: dict[str, tuple[Callable[[], bool], str]] = {
+    "bitsandbytes": (partial(has_packages, "bitsandbytes"), "bitsandbytes: pip install -e '.[bitsandbytes]'"),
     "browser": (partial(has_program, *BROWSERS), "Chromium: apt-get install chromium"),
     "bubblewrap": (has_bubblewrap, "a machine with sandboxes: apt-get install bubblewrap"),
     "compiler": (partial(has_program, "g++"), "a C++ compiler: apt-get install g++"),

@@ -67,7 +67,8 @@ PACKAGES = {
     "processes": rule(VOCABULARY, "psutil ray"),
     "compute": rule(
         f"{VOCABULARY} config timeline rendering recipes processes",
-        "gguf huggingface_hub llguidance msgpack numpy peft psutil safetensors tokenizers torch transformers vllm",
+        "bitsandbytes gguf huggingface_hub llguidance msgpack numpy peft psutil safetensors tokenizers torch "
+        "transformers vllm",
     ),
     "front": rule(
         f"{VOCABULARY} config protocol timeline rendering swarm compute.protocol",

@@ -41,7 +41,7 @@ def test_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_unknown_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(REQUIRE, "ray,brwoser")
-    with pytest.raises(pytest.UsageError, match=r"AGENTJET_REQUIRE: brwoser: the names are browser, .*ray"):
+    with pytest.raises(pytest.UsageError, match=r"AGENTJET_REQUIRE: brwoser: the names are bitsandbytes, .*ray"):
         required()
 
 

@@ -34,6 +34,8 @@ def test_one_setting_is_changed_and_the_others_stay(served: Served) -> None:
     [
         ("batchsize=4", InvalidRequest, r"batchsize = 4 \(request\): there is no .*; did you mean job\.batch_size\?"),
         ("optimizer.lr=-1", InvalidRequest, r"job\.optimizer\.lr = -1 \(request\): input should be greater than 0"),
+        ("optimizer.name=adam", InvalidRequest, r"job\.optimizer\.name = 'adam' \(request\): .*'adamw', 'muon'"),
+        ("optimizer.name=muon", InvalidRequest, r"job\.optimizer\.name = 'muon': the embedded backend has 'adamw': "),
         ("batch_size=many", InvalidRequest, r"job\.batch_size = 'many' \(request\): "),
         ("optimizer=3", InvalidRequest, r"job\.optimizer = 3 \(request\): this is a section"),
         ("max_tokens=5000", InvalidRequest, r"job\.max_tokens = 5000 leaves no room"),

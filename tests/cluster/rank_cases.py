@@ -201,6 +201,7 @@ def refuse(group: RankGroup, models: dict[str, Path], folder: Path) -> list[str]
         (path / "trainer" / ".metadata").write_text("damaged")
     group.gather(None)
     attempt(lambda: checkpoint.load(path, learner))
+    attempt(lambda: learner.restore({**learner.state(), "optimizer_name": "muon"}))  # Of a worker without ranks.
     return errors
 
 

@@ -248,4 +248,5 @@ def test_an_error_of_one_rank_is_raised_on_all(two_ranks: tuple[Path, list[Any]]
     assert "could not be written" in first[0]
     assert "does not see" in first[1] and "server.data_dir must be on a file system" in first[1]
     assert first[2].startswith("rank 1 does not see")
-    assert "is damaged: trainer/.metadata" in first[3] and len(first) == 4
+    assert "is damaged: trainer/.metadata" in first[3] and len(first) == 5
+    assert first[4].startswith("job.optimizer.name = 'muon': the cluster backend has 'adamw'")

@@ -23,7 +23,8 @@ import torch
 from agentjet.compute import checkpoint
 from agentjet.compute.attention import cut
 from agentjet.compute.checkpoint import seal
-from agentjet.compute.learner import PolicyLearner, learning_rate
+from agentjet.compute.learner import PolicyLearner
+from agentjet.compute.optimizer import learning_rate
 from agentjet.compute.policy import Policy
 from agentjet.config import JobConfig, OptimizerConfig
 from agentjet.errors import CheckpointError, ConfigError

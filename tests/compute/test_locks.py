@@ -236,7 +236,7 @@ def train(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict
     policy = policy_of(kind, folder)
     learner = PolicyLearner(policy)
     gradients: list[str] = []
-    learner._optimizer.register_step_pre_hook(
+    learner._optimizer.parts[0][0].register_step_pre_hook(
         lambda *_: gradients.append(digest(m.grad for m in learner.masters() if m.grad is not None))
     )
     records = []

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+from agentjet.compute import checkpoint
 from agentjet.compute.learner import PolicyLearner
 from agentjet.compute.model import BaseModel
 from agentjet.compute.passes import ValueModel
@@ -88,12 +89,30 @@ def test_heads_learn_the_returns(tiny_folder: Path) -> None:
     assert batch.facts is not None
     rewards = np.where(batch.facts.groups == 0, 1.0, -1.0)  # A prompt decides.
     facts = type(batch.facts)(**{**{n: getattr(batch.facts, n) for n in batch.facts.__slots__}, "rewards": rewards})
-    job = JobConfig(
-        recipe=make_recipe({"name": "ppo", "lam": 1.0, "value_lr": 0.3}), optimizer=OptimizerConfig(lr=1e-4)
-    )
+    job = JobConfig(recipe=make_recipe({"name": "ppo", "lam": 1.0}), optimizer=OptimizerConfig(lr=1e-4))
     found = [learn_directly(learner, batch.forest, job, version, facts) for version in range(40)]
     assert found[0]["critic/explained_variance"] == 0 and found[0]["critic/loss"] == pytest.approx(0.5)
     assert found[-1]["critic/explained_variance"] > 0.5 and found[-1]["critic/loss"] < 0.25
+
+
+def test_only_the_heads_learn_in_their_warm_up(tiny_folder: Path, tmp_path: Path) -> None:
+    """Two batches of two steps, with a batch of another recipe and a checkpoint in between."""
+    recipe = make_recipe({"name": "ppo", "warm_up": 2, "mini_batches": 2, "value_coef": 1.0, "kl_coef": 0.1})
+    warming = JobConfig(recipe=recipe, optimizer=OptimizerConfig(lr=1e-3, weight_decay=0.1))
+    other = JobConfig(recipe=make_recipe("grpo"), optimizer=RATE)
+    learner = PolicyLearner(make_policy(tiny_folder))
+    found = []
+    for version, job in enumerate((warming, other, warming, warming)):
+        if version == 2:
+            checkpoint.save(tmp_path / "saved", learner, {})
+            learner = PolicyLearner(make_policy(tiny_folder))
+            checkpoint.load(tmp_path / "saved", learner)
+        batch = training_batch(recorded_batch(version), version)
+        before = torch.zeros(()) if learner._values is None else learner._values.weights.detach().clone()
+        learn_directly(learner, batch.forest, job, version, batch.facts)
+        assert learner._values is not None
+        found.append((learner.weights_changed()["weights/learner"], not torch.equal(before, learner._values.weights)))
+    assert found == [(0, True), (1, False), (0, True), (1, True)]
 
 
 def host(folder: Path, offload: bool = False) -> PolicyHost:
@@ -157,8 +176,10 @@ def test_state_changes_with_the_optimiser_step_of_the_last_step(tiny_folder: Pat
     job = JobConfig(recipe=Counting(epochs=2), optimizer=RATE)
     counts = [learn_directly(learner, forest, job, version)["count"] for version in range(3)]
     assert counts == [0, 1, 2] and learner.recipe_states == {"counting": {"count": 3.0}}
+    assert learn_directly(learner, forest, job, 3)["state/count"] == 4.0
+    learner.recipe_states = {"counting": {"count": 3.0}}
     infinite = forest.with_columns(advantage=np.full(forest.num_targets, np.inf))
-    learn_directly(learner, infinite, job, 3)
+    assert learn_directly(learner, infinite, job, 3)["state/count"] == 3.0
     assert learner.recipe_states == {"counting": {"count": 3.0}}, "a skipped step"
     learn_directly(learner, forest, JobConfig(recipe=make_recipe("grpo"), optimizer=RATE), 4)
     assert learn_directly(learner, forest, job, 5)["count"] == 3, "after a batch of another recipe"

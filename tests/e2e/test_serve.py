@@ -28,6 +28,7 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file
 
+from agentjet import Swarm
 from tests.e2e.server import Server, are_equal, environment, is_running, serve_command
 from tests.tiny import make_model, make_tokenizer
 
@@ -120,9 +121,13 @@ def goes_on(server: Server, episode: dict[str, Any], first: Any) -> None:
 
 @pytest.mark.thorough
 def test_all_weights_are_replayed_from_the_journal_alone(model: Path, tmp_path: Path) -> None:
+    """Each batch with the optimiser of its time."""
     with Server(model, tmp_path / "run") as server:
         server.batch()
+        with Swarm(server.url, (tmp_path / "run" / "admin-token").read_text().strip()) as swarm:
+            swarm.change_job({"optimizer.name": "muon"})
         server.batch()
+        assert "job.optimizer.name is 'muon' instead of 'adamw'" in (tmp_path / "run/logs/worker.log").read_text()
         before = server.exported()
         server.kill()
     with Server(model, tmp_path / "run") as server:

@@ -8,8 +8,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -157,12 +159,27 @@ def test_the_batch_has_the_mean_of_earlier_episodes(make_world: Make) -> None:
 def test_the_hook_gets_the_metrics_of_the_newest_batch(make_world: Make) -> None:
     world = make_world(batch_size=1, group_size=2, recipe=chosen(temperature=0.7))
     world.play("a", 1, 0)
-    world.swarm.batches.learned(world.swarm.batches.compose(), {"policy/entropy": 0.25})
+    world.swarm.batches.learned(world.swarm.batches.compose(), {"policy/entropy": 0.25, "state/heat": 2.0})
     world.reopen()
     world.begin("b")
     assert [dict(task.last_step).get("policy/entropy") for task, _, _ in ASKED] == [None, 0.25]
+    assert ASKED[-1][0].last_step["state/heat"] == 2.0, "the state of the recipe"
     stored = world.journal.task("", "t")
     assert stored.num_groups == 1 and stored.last_step == {}, "the metrics are those of the run, not of the task"
+
+
+def test_the_temperature_of_the_documentation() -> None:
+    page = Path(__file__).parents[2] / "docs" / "recipes.md"
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    module: dict[str, Any] = {}
+    exec(next(block for block in blocks if "class Heated" in block), module)
+    recipe = module["Heated"]()
+    assert recipe.next_state({"entropy": 1.0}, {"policy/entropy": 0.0}) == {"entropy": 0.9}
+    default = Rollout(8, 1.0)
+    for entropy, temperature in ((0.9, 1.0), (0.2, 1.2)):
+        task = TaskStats("", "t", last_step={"state/entropy": entropy})
+        assert recipe.rollout(task, default, 3) == Rollout(8, temperature)
+        assert recipe.rollout(replace(task, recent_rewards=(1.0,)), default, 3).episodes == 4
 
 
 def test_evaluation_episodes_are_not_asked_about(make_world: Make) -> None:

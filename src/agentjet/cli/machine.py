@@ -261,7 +261,7 @@ def _num_gpus(compute: ComputeConfig) -> int:
 
 def _memory(settings: ServeConfig, policy: str, machine: Hardware) -> Iterator[Check]:
     """Yields the memory of one rank and one replica, or of the worker."""
-    from agentjet.compute.memory import Learning, adapter_parameters, model_size
+    from agentjet.compute.memory import Learning, adapter_parameters, model_size, optimizer_bytes
 
     model, compute = settings.model_of(policy), settings.compute_of(policy)
     on_gpu = bool(machine.gpus) and model.device != "cpu"
@@ -284,7 +284,8 @@ def _memory(settings: ServeConfig, policy: str, machine: Hardware) -> Iterator[C
     yield "ok", f"{policy}: {model.name}, {size.num_parameters / 1e6:.0f}M parameters{exactly}"
     trained = adapter_parameters(size, config, model.lora.rank) if model.lora.rank else 0
     narrow = model.dtype == "bfloat16" or (model.dtype == "auto" and (on_gpu or machine.bfloat16_is_faster))
-    learning = Learning(2 if narrow else 4, trained, offload=on_gpu and model.offload_optimizer)
+    of_optimizer = optimizer_bytes(settings.job.optimizer_of(policy).name, size, adapter=bool(trained))
+    learning = Learning(2 if narrow else 4, trained, on_gpu and model.offload_optimizer, of_optimizer)
     if model.offload_optimizer and not on_gpu:
         yield "note", f"{policy}: model.offload_optimizer changes nothing, because it learns on CPUs"
     fit = _Fit(policy, size, learning, settings.sampler, machine, on_gpu)
@@ -350,7 +351,8 @@ class _Fit:
         if self.learning.offload:  # Gradients move after each micro-batch: the device has them in the weights' type.
             need = replace(need, gradients=need.gradients * value_bytes // 4)
         elif value_bytes == 4:  # The weights are their own masters: moments only.
-            need = replace(need, optimizer=need.optimizer * 8 // 12)
+            learned = self.learning.trained or self.size.num_parameters
+            need = replace(need, optimizer=need.optimizer - 4 * learned)
         offload = "set model.offload_optimizer = true, " if self.on_gpu and not self.learning.offload else ""
         adapter = "" if self.learning.trained else "train an adapter (model.lora.rank), "
         concurrent = " or sampler.max_concurrent" if self.size.state_values else ""

@@ -152,7 +152,7 @@ def fitting(path: Path) -> Iterator[None]:
 
     try:
         yield
-    except (torch.OutOfMemoryError, CheckpointError):
+    except (torch.OutOfMemoryError, CheckpointError, ConfigError):
         raise
     except Exception as error:
         raise CheckpointError(f"checkpoint {path} does not fit this model: {type(error).__name__}: {error}") from error

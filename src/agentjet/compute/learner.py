@@ -26,6 +26,7 @@ Invariant: gathered weights are equal on all ranks, bit by bit. `weights_changed
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections import Counter, defaultdict
@@ -48,6 +49,7 @@ from torch.nn.utils import clip_grads_with_norm_
 
 from agentjet.compute.memory import USABLE, Learning, gathered_need
 from agentjet.compute.model import decoder_layers
+from agentjet.compute.optimizer import Optimizer, learning_rate, new_moments
 from agentjet.compute.passes import Pass, Teacher, ValueModel, chunks, measured, numbers, pass_of, to_device
 from agentjet.compute.policy import Policy, merged_weights, summed
 from agentjet.compute.protocol import LossSpec, Outputs, means
@@ -61,6 +63,8 @@ from agentjet.recipes.policy_gradient import MISMATCH
 from agentjet.recipes.recipe import Recipe
 from agentjet.timeline.batch import TrainingBatch
 from agentjet.timeline.forest import Forest, Row, build_forest, part_of, restrict, select
+
+log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 Number = TypeVar("Number", bound=np.generic)
@@ -245,6 +249,8 @@ SLOPE = "slope of "
 """Beginning of the names of columns with derivatives of a `batch_loss`."""
 NOT_FINITE = "recipe/not_finite"
 """Sum over the tokens of a mini-batch; not a metric."""
+STATE = "state/"
+"""Beginning of the metrics of a recipe's state after the batch."""
 REPEATED = "moe/repeated"
 """Number of repeated choices; not a metric."""
 ROUTES_MEASURED = 2
@@ -298,13 +304,15 @@ class PolicyLearner:
         self._sums: dict[str, Tensor] = {}
         """Gradients of this process since the last reduction, by name, in the type of the masters."""
         self._masters = {name: self._make_master(p) for name, p in self._params.items()}
-        self._optimizer = torch.optim.AdamW(self.masters(), lr=0.0, fused=True)
+        self._optimizer = Optimizer("adamw", policy, self._masters)
         self.recipe_states: dict[str, Mapping[str, float]] = {}
         """States of recipes by name, without empty ones."""
-        self._next_states: dict[str, Mapping[str, float]] | None = None
-        """The same after the batch. The optimiser step after its last `forward_backward` adopts them."""
+        self._next_state: tuple[str, Mapping[str, float]] | None = None
+        """Recipe and state after the batch. The optimiser step after its last `forward_backward` adopts it."""
         self._values: ValueModel | None = None
         """The heads of the last recipe that had some."""
+        self._only_values = False
+        """True if only the heads learn from the present batch."""
         self._teacher: Teacher | None = None
         self._num_measured = 0
         """Batches that were computed without their routes."""
@@ -345,8 +353,7 @@ class PolicyLearner:
         steps = [*prepared.steps, metrics]
         if loss.step == prepared.num_steps - 1:
             state = hooks.next_state(loss.recipe, self._state_of(loss.recipe), means(steps))
-            states = {**self.recipe_states, loss.recipe.name: state}
-            self._next_states = {name: values for name, values in states.items() if values}
+            self._next_state = loss.recipe.name, state
             self._prepared = None
         prepared.steps.append(metrics)
         return Outputs(metrics, num_steps=prepared.num_steps)
@@ -354,7 +361,7 @@ class PolicyLearner:
     @contextmanager
     def _undone_on_failure(self) -> Iterator[None]:
         """Context of a `forward_backward`. After a failure the gradient is that of the operations before it."""
-        before = self._prepared, self._next_states, self._contributed, self._values
+        before = self._prepared, self._next_state, self._contributed, self._values, self._only_values
         heads = None if self._values is None else self._values.heads
         accumulated = self._take_gradients()
         try:
@@ -362,7 +369,7 @@ class PolicyLearner:
         except BaseException:
             self._take_gradients()
             self._pass.forget()
-            self._prepared, self._next_states, self._contributed, self._values = before
+            self._prepared, self._next_state, self._contributed, self._values, self._only_values = before
             if self._values is not None and heads is not None:
                 self._values.heads = heads
             raise
@@ -386,32 +393,46 @@ class PolicyLearner:
         """Apply the accumulated gradient; returns metrics. `version` is the policy version, for the schedule.
 
         If no target contributed since the last step, no weight changes, not even by momentum. A norm that is not finite
-        skips the step. The metrics show both, with the norm before clipping.
+        skips the step. The metrics show both, with the norm before clipping. An optimiser by another name than that of
+        the last step begins without moments. Raises `ConfigError` for one that cannot train this policy. In a warm-up
+        of value heads, only these change.
         """
         masters = self.masters()
-        contributed, self._contributed = self._contributed, False
+        contributed = self._contributed
         norm = self._change_masters(masters, optimizer, version) if contributed else 0.0
+        self._contributed = False
         is_finite = math.isfinite(norm)
-        if is_finite and self._next_states is not None:
-            self.recipe_states = self._next_states
-        self._next_states = None
-        self._optimizer.zero_grad(set_to_none=True)
+        of_recipe: dict[str, float] = {}
+        if self._next_state is not None:
+            of_recipe = self._end_batch(*self._next_state, is_learned=is_finite)
+        self._optimizer.zero_grad()
         return {
             "optim/grad_norm": norm,
             "optim/skipped_steps": float(not is_finite),
             "optim/lr": learning_rate(optimizer, version),
             "optim/steps": float(contributed),
             "weights/finite": float(math.isfinite(self._norm(masters))),
+            **of_recipe,
         }
+
+    def _end_batch(self, recipe: str, state: Mapping[str, float], *, is_learned: bool) -> dict[str, float]:
+        """Adopt the state of a recipe after the last step of a batch, unless it was skipped; returns it as metrics."""
+        self._next_state = None
+        if is_learned:
+            states = {**self.recipe_states, recipe: state}
+            self.recipe_states = {name: values for name, values in states.items() if values}
+            if self._only_values and self._values is not None:
+                self._values.num_batches += 1
+        return {f"{STATE}{name}": value for name, value in self.recipe_states.get(recipe, {}).items()}
 
     def _change_masters(self, masters: Sequence[Tensor], optimizer: OptimizerConfig, version: int) -> float:
         """Make a step of the optimiser; returns the norm of the gradient before clipping.
 
         A norm that is not finite changes nothing, and neither does a gradient of the value heads that is not finite.
         """
-        betas, rate = (optimizer.beta1, optimizer.beta2), learning_rate(optimizer, version)
-        for group in self._optimizer.param_groups:
-            group.update(lr=rate, betas=betas, eps=optimizer.eps, weight_decay=optimizer.weight_decay)
+        chosen = self._optimizer
+        if optimizer.name != chosen.name:
+            chosen = Optimizer(optimizer.name, self.policy, self._masters)
         for master in masters:
             if master.grad is None:
                 master.grad = torch.zeros_like(master)
@@ -420,8 +441,12 @@ class PolicyLearner:
         norm = float(total_norm)
         if self._values is not None and not self._values.has_finite_gradient:
             norm = math.nan
-        if math.isfinite(norm):
-            self._optimizer.step()
+        if math.isfinite(norm) and not self._only_values:
+            if chosen is not self._optimizer:
+                message = "%s: job.optimizer.name is %r instead of %r from policy version %d on: new moments"
+                log.info(message, self.policy.info.name, chosen.name, self._optimizer.name, version)
+            self._optimizer = chosen
+            chosen.step(optimizer, learning_rate(optimizer, version))
             self._copy_masters()
         if self._values is not None:
             if math.isfinite(norm):
@@ -440,6 +465,7 @@ class PolicyLearner:
             if self._values is None or self._values.heads.names != heads.names:
                 self._values = ValueModel(heads, self.policy)
             self._values.heads = heads
+        self._only_values = heads is not None and self._values is not None and self._values.warms_up
         self._check_routes(batch.forest)
         outputs = self._outputs(batch.forest, loss.recipe, loss.micro_batch_tokens)
         forest = batch.forest.with_columns(**outputs)
@@ -763,13 +789,15 @@ class PolicyLearner:
 
     def state(self) -> dict[str, Any]:
         """Returns masters and moments by name, of this rank's parts. `restore` continues from them bit by bit."""
-        moments = {name: dict(self._optimizer.state[master]) for name, master in self._masters.items()}
+        moments: dict[str, dict[str, Any]] = self._optimizer.moments()
         if self.ranks.mesh is not None:  # Every rank writes the same names.
             moments = {name: moments[name] or new_moments(master) for name, master in self._masters.items()}
         values = {} if self._values is None else {"values": self._values.state()}
+        named = {} if self._optimizer.name == "adamw" else {"optimizer_name": self._optimizer.name}
         return {
             "masters": {name: master.detach() for name, master in self._masters.items()},
             "moments": moments,
+            **named,
             **values,
         }
 
@@ -783,26 +811,28 @@ class PolicyLearner:
     def restore(self, state: dict[str, Any]) -> None:
         """The inverse of `state`; also takes whole tensors, and the optimiser's state by number.
 
-        Drops an accumulated gradient.
+        Drops an accumulated gradient. Raises `ConfigError` if the optimiser of the state cannot train this policy.
         """
+        optimizer = Optimizer(state.get("optimizer_name", "adamw"), self.policy, self._masters)
         moments = state.get("moments")
         if moments is None:
             by_number = state["optimizer"]["state"]
             moments = {name: by_number.get(number) for number, name in enumerate(self._masters)}
-        found = {}
+        found: dict[str, dict[str, Any] | None] = dict.fromkeys(self._masters)
         with torch.no_grad():
-            for number, (name, master) in enumerate(self._masters.items()):
+            for name, master in self._masters.items():
                 master.copy_(self._like(state["masters"][name], master))
                 if of_master := moments[name]:
-                    found[number] = {
+                    found[name] = {
                         key: value if key == "step" else self._like(value, master) for key, value in of_master.items()
                     }
-        self._optimizer.zero_grad(set_to_none=True)
+        self._optimizer.zero_grad()
         self._sums.clear()
-        self._prepared = self._next_states = None
-        self._contributed = False
+        self._prepared = self._next_state = None
+        self._contributed = self._only_values = False
         self._copy_masters()
-        self._optimizer.load_state_dict({**self._optimizer.state_dict(), "state": found})
+        optimizer.load(found)
+        self._optimizer = optimizer
         self._values = ValueModel.restored(state["values"], self.policy) if "values" in state else None
         self.weights_changed()
 
@@ -831,23 +861,6 @@ class PolicyLearner:
 def _whole(tensor: Tensor) -> Tensor:
     """Returns the whole of a tensor that is divided among ranks."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def new_moments(master: Tensor) -> dict[str, Tensor]:
-    """Returns the state of AdamW for a master before the first step."""
-    moments = {name: torch.zeros_like(master, requires_grad=False) for name in ("exp_avg", "exp_avg_sq")}
-    return {"step": torch.zeros((), device=master.device), **moments}
-
-
-def learning_rate(optimizer: OptimizerConfig, version: int) -> float:
-    """Returns the rate of the batch at `version`: linear warm-up, then constant, linear or cosine decay."""
-    if version < optimizer.warmup_steps:
-        return optimizer.lr * (version + 1) / (optimizer.warmup_steps + 1)
-    if optimizer.schedule == "constant":
-        return optimizer.lr
-    progress = min(1.0, (version - optimizer.warmup_steps) / (optimizer.total_steps - optimizer.warmup_steps))
-    shape = 1 - progress if optimizer.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
-    return optimizer.lr * (optimizer.min_lr_ratio + (1 - optimizer.min_lr_ratio) * shape)
 
 
 def _array(values: Tensor) -> NDArray[Any]:

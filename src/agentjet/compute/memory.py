@@ -1,7 +1,7 @@
 """The memory of a rank and of a replica, from a model's `config.json`, before anything loads. No torch.
 
 `agentjet doctor` prints it. The rules are those of `learner.py`: weights, gradients in float32, and masters and
-moments in float32 (12 bytes for each trained parameter) that the ranks divide.
+moments (12 bytes for each trained parameter with AdamW) that the ranks divide.
 """
 
 from __future__ import annotations
@@ -60,6 +60,8 @@ class Learning:
     """Parameters that learn, such as an adapter's. 0: all of the model."""
     offload: bool = False
     """`model.offload_optimizer` on a GPU: what the ranks divide is in the CPU's memory, with 4 bytes of gradients."""
+    optimizer_bytes: float = 12
+    """Bytes of the master and the moments of a trained parameter."""
 
 
 ALL_WEIGHTS = Learning()
@@ -177,6 +179,12 @@ def parameters_in(file: Path) -> int:
         raise ConfigError(f"{file} has no readable header ({error}): download the model again") from None
 
 
+def optimizer_bytes(name: str, size: ModelSize, *, adapter: bool = False) -> float:
+    """Returns the bytes of the master and the moments of a trained parameter, a mean. See `optimizer.py`."""
+    saved = {"muon": 4, "adamw_8bit": 6}.get(name, 0)
+    return 12 - saved * (1 if adapter else size.layer_parameters / size.num_parameters)
+
+
 def rank_need(
     size: ModelSize, learning: Learning = ALL_WEIGHTS, *, ranks: int, sharding: Literal["gathered", "sharded"]
 ) -> Need:
@@ -192,11 +200,13 @@ def rank_need(
     gathered = (rest + size.layer_parameters // max(1, size.num_layers)) * learning.value_bytes
     frozen = size.layer_parameters * learning.value_bytes // ranks if trained else 0
     if learning.offload:
-        return Need(gathered, 4 * (trained or rest), host=frozen + 16 * learned // ranks)
+        return Need(
+            gathered, 4 * (trained or rest), host=frozen + int((4 + learning.optimizer_bytes) * learned) // ranks
+        )
     return Need(
         weights=gathered + frozen,
         gradients=4 * trained or 4 * rest + 4 * size.layer_parameters // ranks,
-        optimizer=12 * learned // ranks,
+        optimizer=int(learning.optimizer_bytes * learned) // ranks,
     )
 
 
@@ -216,8 +226,8 @@ def gathered_need(num_parameters: int, learning: Learning, *, ranks: int) -> Nee
     """Returns the bytes of a rank with all weights."""
     weights, learned = num_parameters * learning.value_bytes, learning.trained or num_parameters
     if learning.offload:
-        return Need(weights, 4 * learned, host=16 * learned // ranks)
-    return Need(weights, 4 * learned, 12 * learned // ranks)
+        return Need(weights, 4 * learned, host=int((4 + learning.optimizer_bytes) * learned) // ranks)
+    return Need(weights, 4 * learned, int(learning.optimizer_bytes * learned) // ranks)
 
 
 def replica_need(size: ModelSize, *, cache_tokens: int, tensor_parallel: int = 1, value_bytes: int = 2) -> Need:

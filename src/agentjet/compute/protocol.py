@@ -23,6 +23,7 @@ import hashlib
 import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar
 
@@ -30,7 +31,7 @@ import msgpack
 import numpy as np
 
 from agentjet.config import ComputeConfig, JobConfig, ModelConfig, OptimizerConfig, ServeConfig
-from agentjet.errors import ConfigError, OperationConflict, WorkerDied
+from agentjet.errors import ConfigError, OperationConflict, WorkerDied, install_extra
 from agentjet.recipes import hooks
 from agentjet.recipes.recipe import Recipe
 from agentjet.timeline.batch import TrainingBatch
@@ -59,6 +60,8 @@ class Capabilities:
     """Trains value heads on the policy."""
     teachers: bool = False
     """Computes log-probabilities of a frozen model beside the policy."""
+    optimizers: tuple[str, ...] = ("adamw",)
+    """Values of `job.optimizer.name`. Learner ranks hold parts of matrices, which only AdamW can change alone."""
     separate_samplers: bool = False
     """Samplers are separate processes with a copy of the weights. They sample while the learner learns, and while it
     recovers from a crash.
@@ -66,7 +69,7 @@ class Capabilities:
 
 
 CAPABILITIES = {
-    "embedded": Capabilities(values=True, teachers=True),
+    "embedded": Capabilities(values=True, teachers=True, optimizers=("adamw", "muon", "adamw_8bit")),
     "cluster": Capabilities(separate_samplers=True),
 }
 """By the name of the backend."""
@@ -75,18 +78,49 @@ CAPABILITIES = {
 def check_capabilities(
     capabilities: Callable[[ComputeConfig], Capabilities], config: ServeConfig, job: JobConfig
 ) -> None:
-    """Raises `ConfigError` if the recipe of a job needs a feature that the backend of a policy does not have."""
+    """Raises `ConfigError` if the recipe or an optimiser of a job needs a feature that the backend of a policy does not
+    have.
+    """
     needed = {
         "values": hooks.declared(job.recipe, "value_heads") is not None,
         "teachers": "teacher" in hooks.declared(job.recipe, "needs"),
     }
-    for backend in map(config.compute_of, config.policy_names):
+    for policy in config.policy_names:
+        backend, model = config.compute_of(policy), config.model_of(policy)
         found = capabilities(backend)
+        key = f"job.optimizers.{policy}.name" if policy in job.optimizers else "job.optimizer.name"
+        name, offloads = job.optimizer_of(policy).name, model.offload_optimizer
+        check_optimizer(key, name, backend.backend, found, adapters=bool(model.lora.rank), offloads=offloads)
         if missing := [feature for feature, wanted in needed.items() if wanted and not getattr(found, feature)]:
             raise ConfigError(
                 f"job.recipe = {job.recipe.name!r} needs {missing[0]}, and the {backend.backend} backend has none: "
                 "set compute.backend = 'embedded', or choose another recipe"
             )
+
+
+def check_optimizer(
+    key: str, name: str, backend: str, found: Capabilities | None = None, *, adapters: bool, offloads: bool
+) -> None:
+    """Raises `ConfigError` if a backend has no such optimiser, it cannot train the policy, or its library is missing.
+
+    `key` is the setting. `adapters`: the policy trains an adapter; `offloads`: `model.offload_optimizer`.
+    """
+    found = found or CAPABILITIES[backend]
+    if name not in found.optimizers:
+        known = ", ".join(map(repr, found.optimizers))
+        reason = f"the {backend} backend has {known}: choose one of these, or set compute.backend = 'embedded'"
+    elif name == "muon" and adapters:
+        reason = (
+            "Muon makes the update of a whole matrix orthogonal, and an adapter is a product of two: "
+            "choose 'adamw', or set model.lora.rank = 0"
+        )
+    elif name == "adamw_8bit" and offloads:
+        reason = "its small moments stay on the device: choose 'adamw', or set model.offload_optimizer = false"
+    elif name == "adamw_8bit" and find_spec("bitsandbytes") is None:
+        reason = f"bitsandbytes is not installed: {install_extra('bitsandbytes')}"
+    else:
+        return
+    raise ConfigError(f"{key} = {name!r}: {reason}")
 
 
 @dataclass(frozen=True, slots=True)

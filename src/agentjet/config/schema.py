@@ -52,8 +52,12 @@ def unknown_policy(name: str, policies: Sequence[str]) -> str:
 
 
 class OptimizerConfig(Section):
-    """The AdamW optimiser and its learning-rate schedule."""
+    """The optimiser and its learning-rate schedule."""
 
+    name: Literal["adamw", "muon", "adamw_8bit"] = "adamw"
+    """`adamw`. `muon`: Muon for the matrices of the decoder's layers, AdamW for other weights; not for adapters.
+    `adamw_8bit`: AdamW with moments of 8 bits, except for embeddings; needs the extra `bitsandbytes`. The cluster
+    backend has `adamw` only. A change begins with new moments at the next batch, also in a replay."""
     lr: float = Field(2e-5, gt=0)
     """Peak learning rate."""
     warmup_steps: Int64 = Field(0, ge=0)
@@ -65,13 +69,15 @@ class OptimizerConfig(Section):
     min_lr_ratio: float = Field(0.0, ge=0, le=1)
     """Learning rate at the end of the schedule, as a fraction of the peak."""
     weight_decay: float = Field(0.0, ge=0)
-    """Decoupled weight decay (AdamW)."""
+    """Decoupled weight decay."""
     beta1: float = Field(0.9, ge=0, lt=1)
-    """Decay rate of the first moment."""
+    """AdamW: decay rate of the first moment."""
     beta2: float = Field(0.99, ge=0, lt=1)
-    """Decay rate of the second moment."""
+    """AdamW: decay rate of the second moment."""
     eps: float = Field(1e-8, gt=0)
-    """Adam's epsilon."""
+    """AdamW: epsilon."""
+    momentum: float = Field(0.95, ge=0, lt=1)
+    """Muon: decay rate of the momentum, of Nesterov's kind. Updates have the size of AdamW's at the same `lr`."""
     max_grad_norm: float = Field(1.0, ge=0)
     """Gradients are scaled down to at most this norm. 0: no clipping."""
 
@@ -278,9 +284,9 @@ class ModelConfig(Section):
     """Compute the activations of each layer again in the backward pass instead of keeping them. Long conversations need
     much less memory, and learning takes about a third longer. The gradients are the same."""
     offload_optimizer: bool = False
-    """Keep the optimiser's masters and moments, 12 bytes a trained parameter, in the CPU's memory instead of the GPU's.
-    Updates take longer, and may differ from those of a GPU by rounding. Sharded ranks keep their parts of the layers
-    there, too, and copy them in every pass. Without a GPU, weights are the same, and no memory is saved."""
+    """Keep the optimiser's masters and moments, 12 bytes a trained parameter with AdamW, in the CPU's memory instead of
+    the GPU's. Updates take longer, and may differ from those of a GPU by rounding. Sharded ranks keep their parts of
+    the layers there, too, and copy them in every pass. Without a GPU, weights are the same, and no memory is saved."""
     expert_routes: Literal["auto", "on", "off"] = "auto"
     """Routing replay for models with experts: sampling records the chosen experts of each token, and learning repeats
     the choice. `auto`: on, until two batches have shown that the learner chooses otherwise in at most 0.1 % of cases;

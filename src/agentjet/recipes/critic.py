@@ -32,19 +32,19 @@ if TYPE_CHECKING:
 
 VALUE_LOSS = "critic/loss"
 EXPLAINED = "critic/explained_variance"
-BATCHES = "batches"
-"""The state of `vapo`: its batches so far."""
 IntArray = NDArray[np.intp]
 
 
 class Critic(PolicyGradient):
     """The parameters and hooks that recipes with value heads share."""
 
-    value_lr: float = Field(0.1, gt=0)
+    value_lr: float = Field(1.0, gt=0)
     """Learning rate of the value heads. A step moves a value by about this at most; rewards of another scale than 1
     need another rate."""
     value_coef: float = Field(0.1, ge=0)
     """Factor of the value loss in the gradient of the policy's weights. 0: only the heads learn values."""
+    warm_up: Int64 = Field(0, ge=0)
+    """First batches of these heads in which only they learn; the policy stays."""
 
     head_names: ClassVar[tuple[str, ...]] = ("value",)
     smallest_group: ClassVar[int] = 1
@@ -52,7 +52,7 @@ class Critic(PolicyGradient):
 
     @property
     def value_heads(self) -> ValueHeads:
-        return ValueHeads(self.head_names, self.value_lr, self.value_coef)
+        return ValueHeads(self.head_names, self.value_lr, self.value_coef, self.warm_up)
 
     def estimates(self, batch: TrainingBatch) -> dict[str, NDArray[np.float64]]:
         """Returns columns [M] that `value_loss` and `token_advantages` read, such as targets of the values."""
@@ -217,13 +217,13 @@ class Vapo(Ppo):
     """VAPO: PPO whose values learn unbiased returns, whose lambda grows with length, and whose values learn first.
 
         policy: lambda = max(0, 1 - 1 / (alpha x tokens of the sequence));  values: lambda = `lam`
-        In the first `warm_up` batches, advantages are 0: only values learn.
+        In the first `warm_up` batches only the values learn.
 
     Source: arXiv 2504.05118 and VC-PPO 2503.01491. Confidence: after these parts of it and its upper clip, without its
     cross-entropy of right answers, and with a head instead of a second model. UI-TARS-2 (2509.02544) trains with the
     same four: decoupled and length-adaptive GAE, values that learn first, and the upper clip.
     Use: long answers with one reward at the end, whose signal the lambda of `ppo` loses after some dozens of tokens.
-    Cost: as PPO, and the batches of the warm-up. With `value_coef` above 0 the values change the policy in it.
+    Cost: as PPO, and the batches of the warm-up.
     """
 
     name: str = "vapo"
@@ -233,7 +233,7 @@ class Vapo(Ppo):
     alpha: float = Field(0.05, gt=0)
     """Growth of the policy's lambda with the length of the sequence."""
     warm_up: Int64 = Field(50, ge=0)
-    """First batches of this recipe in which only the values learn."""
+    """First batches of these heads in which only they learn; the policy stays."""
     value_coef: float = Field(0.0, ge=0)
     """Factor of the value loss in the gradient of the policy's weights. 0: only the heads learn values."""
 
@@ -241,12 +241,6 @@ class Vapo(Ppo):
         sampled = steps(batch)
         lam = np.maximum(0, 1 - 1 / (self.alpha * np.bincount(sampled.sequence)[sampled.sequence]))
         return {**super().estimates(batch), "gae": self.advantages(batch, sampled, lam)}
-
-    def token_advantages(self, batch: TrainingBatch) -> NDArray[np.float32]:
-        return super().token_advantages(batch) * np.float32(batch.state.get(BATCHES, 0) >= self.warm_up)
-
-    def next_state(self, state: Mapping[str, float], metrics: Mapping[str, float]) -> Mapping[str, float]:
-        return {BATCHES: state.get(BATCHES, 0) + 1}
 
 
 class Archer(Critic):

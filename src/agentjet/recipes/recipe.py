@@ -11,7 +11,7 @@ The gateway and the learner call the hooks:
 | `weights`, `contributing` | learner, once a mini-batch | the share of each token in the loss |
 | `token_loss` | learner, for each micro-batch | the loss of each token |
 | `batch_loss` | learner, once a mini-batch, instead of `token_loss` | the same, from all its tokens together |
-| `next_state` | learner, after the last step of a batch | the numbers that `columns` of the next batch gets |
+| `next_state` | learner, after the last step of a batch | the numbers that `columns` and `rollout` get next |
 
 The gateway calls those of a plug-in in a thread: `rollout` and `accept` one at a time, `reward_advantages` perhaps at
 the same time.
@@ -56,6 +56,8 @@ class ValueHeads(NamedTuple):
     """Learning rate of the heads. A step moves a value by about this at most."""
     body_coef: float
     """Factor of the gradient that reaches the weights of the policy. 0: only the heads learn."""
+    warm_up: int = 0
+    """First batches with these heads from which only the heads learn: the weights of the policy stay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +201,8 @@ class Recipe(Component):
         return None
 
     def next_state(self, state: Mapping[str, float], metrics: Mapping[str, float]) -> Mapping[str, float]:
-        """Returns `batch.state` of the next batch: finite numbers by name. Default: unchanged.
+        """Returns `batch.state` of the next batch: finite numbers by name. Default: unchanged. They are also metrics
+        of this batch with `state/` in front, which `rollout` finds in `task.last_step`.
 
         `metrics` are those of the batch, of `columns` and `token_loss`: means over its steps. The state is empty before
         the first batch of a recipe with this name. Not called for a batch with a metric that is not finite.
