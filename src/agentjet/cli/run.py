@@ -423,7 +423,8 @@ def sft(
         Path,
         Argument(
             metavar="FILE.jsonl",
-            help="A conversation a line: messages in OpenAI's chat format, tool calls included, and perhaps tools.",
+            help="A conversation a line: messages in OpenAI's chat format, tool calls included, and perhaps tools. "
+            "With --recipe dpo or kto: preferences.",
         ),
     ],
     epochs: Annotated[int, Option(min=1, help="Passes over the file.")] = 1,
@@ -431,29 +432,48 @@ def sft(
     lr: Annotated[float | None, Option(help="Constant learning rate; default: that of the job.")] = None,
     policy: Policy = "",
     seed: Annotated[int, Option(help="Seed of the order of the conversations.")] = 0,
+    recipe: Annotated[
+        str,
+        Option(
+            metavar="sft|dpo|kto",
+            help="dpo: a line has messages (the prompt), chosen and rejected. kto: messages, completion and label.",
+        ),
+    ] = "",
+    parameters: Annotated[
+        list[str] | None,
+        Option("--set", metavar="PARAMETER=VALUE", help="A parameter of --recipe, such as beta=0.2; can be repeated."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Train the server's policy on the assistant messages of conversations (supervised fine-tuning).
+    """Train the server's policy on the assistant messages of conversations (supervised fine-tuning), or on preferences.
 
-    Every conversation is checked before the first batch. A message with "weight": 0 is context only.
+    Every line is checked before the first batch. A message with "weight": 0 is context only.
     """
-    from agentjet.client.training import read_demonstrations
+    from agentjet.client.demonstrations import read_demonstrations, recipe_name
+    from agentjet.config.loader import parse_overrides
 
     if lr is not None and not 0 < lr < math.inf:
         raise ConfigError(f"--lr {lr}: give a number above 0")
-    found, ignored = read_demonstrations(file)
+    if parameters and not recipe:
+        raise ConfigError(f"--set {parameters[0]}: it is a parameter of --recipe, such as dpo")
+    named = {"name": recipe, **dict(parse_overrides(parameters))} if parameters else recipe
+    found, ignored = read_demonstrations(file, recipe_name(recipe))
     if ignored and not as_json:
         print_text(f"ignored keys: {', '.join(sorted(map(str, ignored)))}")
-    options = {"epochs": epochs, "batch_size": batch_size, "lr": lr, "policy": policy, "seed": seed}
+    options = {"epochs": epochs, "batch_size": batch_size, "lr": lr, "policy": policy, "seed": seed, "recipe": named}
     with server.connect() as swarm:
         report = swarm.sft(found, progress=not as_json, **options)  # type: ignore[arg-type]
     first, last, version = report.losses[0], report.losses[-1], report.steps[-1].policy_version
     if as_json:
         facts = {"batches": len(report.steps), "policy_version": version, "first_loss": first, "last_loss": last}
         counts = {"demonstrations": report.num_demonstrations, "answers": report.num_answers}
-        typer.echo(_json({**facts, **counts, "tokens": report.num_tokens, "losses": report.losses}))
-    else:
-        typer.echo(f"policy version {version}: cross-entropy {first:.3f} in the first batch, {last:.3f} in the last")
+        accuracies = {"accuracies": report.accuracies} if "accuracy" in report.ends else {}
+        typer.echo(_json({**facts, **counts, "tokens": report.num_tokens, "losses": report.losses, **accuracies}))
+        return
+    shown = (
+        f"{name} {one:.3f} in the first batch, {other:.3f} in the last" for name, (one, other) in report.ends.items()
+    )
+    typer.echo(f"policy version {version}: {'; '.join(shown)}")
 
 
 # ---- the program of `agentjet run`: its files, its code versions, and its reward -------------------------------------

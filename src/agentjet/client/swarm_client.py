@@ -20,6 +20,7 @@ from pydantic import BaseModel, TypeAdapter
 from agentjet import protocol
 from agentjet.client.agent_source import AgentSource, AgentVersion, ModuleSource
 from agentjet.client.connection import Connection, Retry, load_settings, reach_directly
+from agentjet.client.demonstrations import checked_demonstrations, recipe_name
 from agentjet.client.episode import (
     AsyncEpisode,
     Endpoint,
@@ -56,7 +57,6 @@ from agentjet.client.training import (
     SftTraining,
     Training,
     check_held_out,
-    checked_demonstrations,
     pin_policy_version,
     record_if_possible,
     record_score,
@@ -315,19 +315,24 @@ class AsyncSwarm:
         policy: str = "",
         seed: int = 0,
         progress: bool = True,
+        recipe: str | Mapping[str, Any] = "",
     ) -> SftReport:
-        """Train a policy on conversations with given answers: supervised fine-tuning.
+        """Train a policy on conversations with given answers: supervised fine-tuning, or preferences.
 
         Each demonstration has `messages` in OpenAI's chat format, and perhaps `tools`. All assistant messages are
         learned, except those with `"weight": 0`. Each batch of `batch_size` demonstrations is one policy version.
         `lr` is a constant learning rate; by default that of the job applies. All demonstrations are checked first.
         Training episodes of other clients that become older than `job.max_staleness` are dropped as `stale`.
 
+        `recipe` is `sft`, `dpo` or `kto`, or a table with `name` and parameters. With `dpo` each demonstration has a
+        prompt in `messages`, and the answers `chosen` and `rejected`; with `kto` a `completion` and its `label`. The
+        forms are those of TRL: see docs/warm-starts.md.
+
         Raises `ValueError` or `InvalidRequest` for a wrong demonstration, before anything is learned. Raises
         `InvalidRequest` if the job ends before the batches, and `Conflict` if the engine is stopped or has failed.
         """
-        given = checked_demonstrations(demonstrations)
-        return await SftTraining(self.connection, given, epochs, batch_size, lr, policy, seed, progress).run()
+        given = checked_demonstrations(demonstrations, recipe_name(recipe))
+        return await SftTraining(self.connection, given, epochs, batch_size, lr, policy, seed, progress, recipe).run()
 
     # ---- the server -----------------------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ CHAPTERS = {
     "hapo kl_cov loop sapo top_entropy",
     "critic": "archer digirl ppo vapo",
     "imitation": "digirl_curriculum distill rft sft",
-    "offline": "awr direct_advantage dpo dro oapl",
+    "offline": "awr direct_advantage dpo dro kto oapl",
     "rewards": "alp craft_gui duration_aware gdpo hc_grpo rapo single_stream",
     "sampling": "dart pass_rate rapo_pruning scaling_inter staged task_temperature",
     "turns": "dense_turn_credit gigpo graph_gpo mars stepwise_grpo stratified_grpo",
