@@ -58,21 +58,15 @@ def read_demonstrations(path: Path, recipe: str = "sft") -> tuple[list[Example],
 
 
 def checked_demonstrations(
-    given: Iterable[Mapping[str, Any] | DemonstrationBody], recipe: str = "sft"
+    given: Iterable[Mapping[str, Any] | DemonstrationBody | Example], recipe: str = "sft"
 ) -> list[Example]:
-    """Returns the examples. Raises `ValueError` for a wrong one, or if there is none.
-
-    Demonstrations with a group are one example.
-    """
+    """Returns the examples. Raises `ValueError` for a wrong one, or if there is none."""
     rows = [(f"demonstration-{number}", one) for number, one in enumerate(given, 1)]
     if not rows:
         raise ValueError("there are no demonstrations: give objects with messages")
-    whole: dict[str, list[DemonstrationBody]] = {}
-    for number, (_, one) in enumerate(rows):
-        if isinstance(one, DemonstrationBody):
-            whole.setdefault(one.group or f"/{number}", []).append(one)
-    rest = [(task_id, one) for task_id, one in rows if not isinstance(one, DemonstrationBody)]
-    return [*map(tuple, whole.values()), *(_examples(rest, recipe) if rest else ())]
+    made = [(one,) if isinstance(one, DemonstrationBody) else one for _, one in rows if not isinstance(one, Mapping)]
+    lines = [(task_id, one) for task_id, one in rows if isinstance(one, Mapping)]
+    return [*made, *(_examples(lines, recipe) if lines else ())]
 
 
 def _examples(rows: Sequence[tuple[str, Any]], recipe: str) -> list[Example]:

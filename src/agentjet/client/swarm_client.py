@@ -20,7 +20,7 @@ from pydantic import BaseModel, TypeAdapter
 from agentjet import protocol
 from agentjet.client.agent_source import AgentSource, AgentVersion, ModuleSource
 from agentjet.client.connection import Connection, Retry, load_settings, reach_directly
-from agentjet.client.demonstrations import checked_demonstrations, recipe_name
+from agentjet.client.demonstrations import Example, checked_demonstrations, recipe_name
 from agentjet.client.episode import (
     AsyncEpisode,
     Endpoint,
@@ -307,7 +307,7 @@ class AsyncSwarm:
 
     async def sft(
         self,
-        demonstrations: Iterable[Mapping[str, Any] | protocol.DemonstrationBody],
+        demonstrations: Iterable[Mapping[str, Any] | protocol.DemonstrationBody | Example],
         *,
         epochs: int = 1,
         batch_size: int = 16,
