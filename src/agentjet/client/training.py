@@ -107,9 +107,18 @@ async def pin_policy_version(
 
 
 async def run_evaluation(
-    start: StartRollout, tasks: Sequence[Task], *, repeats: int, concurrency: int, progress: bool, base: str = ""
+    start: StartRollout,
+    tasks: Sequence[Task],
+    *,
+    repeats: int,
+    concurrency: int,
+    progress: bool,
+    base: str = "",
+    title: str = "evaluating",
+    on_end: Callable[[RolloutSpec, EpisodeResult], None] = lambda spec, result: None,
 ) -> EvalReport:
-    """Run every task `repeats` times with the agent of `start`. `base` seeds the episodes.
+    """Run every task `repeats` times with the agent of `start`. `base` seeds the episodes. `on_end` is called with each
+    result.
 
     A failed episode is attempted up to twice more, then reported as aborted: it counts in no mean.
     """
@@ -117,7 +126,7 @@ async def run_evaluation(
     num = repeats * len(tasks)
     results: dict[int, EpisodeResult] = {}
     num_repeated = 0
-    shown = Progress("evaluating", num, wanted=progress, num_lines=4)
+    shown = Progress(title, num, wanted=progress, num_lines=4)
 
     def note(spec: RolloutSpec, result: EpisodeResult, last: bool) -> None:
         nonlocal num_repeated
@@ -125,6 +134,7 @@ async def run_evaluation(
         num_repeated += not last
         if last:
             results[spec.index] = result
+            on_end(spec, result)
 
     await Runner(start, note).run(RolloutQueue.once(tasks, repeats, base), min(concurrency, num))
     ordered = tuple(results[index] for index in sorted(results))
