@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from agentjet.types import Task
 
 STEPS = 20
+TEACHER_KEY = "AGENTJET_TEACHER_KEY"
+"""Variable with the key of `--teacher`."""
 
 
 def run(
@@ -417,16 +419,94 @@ def _served(server: Server, settings: Path | None, overrides: list[str]) -> Iter
         yield swarm
 
 
+@dataclass(frozen=True)
+class Teacher:
+    """The options that name a stronger model, and the episodes that it is asked for."""
+
+    teacher: Annotated[
+        str | None,
+        Option(
+            metavar="URL",
+            help="Collect the answers of this OpenAI-compatible endpoint, such as https://api.example.com/v1; its key "
+            "is in AGENTJET_TEACHER_KEY.",
+        ),
+    ] = None
+    teacher_model: Annotated[str, Option(metavar="NAME", help="The model that the endpoint is asked for.")] = ""
+    agent: Annotated[str | None, Option(metavar="FILE.py:FUNCTION", help="The agent that runs with the teacher.")] = (
+        None
+    )
+    task_file: Annotated[
+        str | None,
+        Option(metavar="FILE", help="Tasks of --agent: FILE.jsonl, or FILE.py:FUNCTION, which returns them."),
+    ] = None
+    keep: Annotated[float, Option(metavar="R", help="Smallest reward of an episode that is learned.")] = 1.0
+    repeats: Annotated[int, Option(min=1, help="Episodes of each task with the teacher.")] = 1
+    concurrency: Annotated[int, Option(min=1, help="Episodes with the teacher at the same time.")] = 16
+    collected: Annotated[
+        Path,
+        Option(metavar="FILE.jsonl", help="The file that the kept episodes become; one that is there is continued."),
+    ] = Path("collected.jsonl")
+
+    def check(self, file: Path | None, recipe: str, environments: Environments) -> None:
+        """Raises `ConfigError` for options that lack one or exclude each other."""
+        own = {"--agent": self.agent, "--task-file": self.task_file, "--teacher-model": self.teacher_model}
+        needing = [name for name, value in [*own.items(), ("--env", environments.env)] if value]
+        if self.teacher is None:
+            if needing:
+                raise ConfigError(f"{needing[0]} is for --teacher URL, which is missing")
+            if file is None:
+                raise ConfigError("give FILE.jsonl, or --teacher URL to collect one")
+            return
+        if file is not None:
+            raise ConfigError(
+                f"{file} and --teacher exclude each other: the file of collected episodes is that of --collected"
+            )
+        if recipe not in ("", "sft"):
+            raise ConfigError(f"--recipe {recipe}: the answers of a teacher are learned with sft")
+        if not self.teacher.startswith(("http://", "https://")):
+            raise ConfigError(f"--teacher {self.teacher!r} is not a URL: give one such as https://api.example.com/v1")
+        if not self.teacher_model:
+            raise ConfigError(f"--teacher {self.teacher}: also give the model's name (--teacher-model)")
+        environments.check({"--agent": self.agent, "--task-file": self.task_file})
+        if not environments.env and (self.agent is None or self.task_file is None):
+            raise ConfigError("--teacher needs --agent and --task-file, or --env")
+
+    def collect(self, swarm: Swarm, environments: Environments, *, progress: bool) -> Path:
+        """Returns the file of the kept episodes. Raises as `Swarm.collect` does."""
+        from agentjet.client import Endpoint
+
+        assert self.teacher is not None, "check() has passed"
+        key = os.environ.get(TEACHER_KEY, "").strip()
+        if not (key.isascii() and key.isprintable()):
+            raise ConfigError(f"{TEACHER_KEY} has a character that a header cannot carry")
+        endpoint = Endpoint(self.teacher, self.teacher_model, key or "none")
+        with ExitStack() as stack:
+            if environments.env:
+                agent, tasks = agent_and_tasks(environments.load(stack), "train", None)
+            else:
+                agent, tasks = _agent_and_tasks(self.agent, self.task_file, None)
+            swarm.status()  # The teacher may cost money: the server that learns must be there.
+            options: dict[str, Any] = {"keep": self.keep, "repeats": self.repeats, "concurrency": self.concurrency}
+            collected = swarm.collect(agent, tasks, endpoint, self.collected, progress=progress, **options)
+        if progress:
+            if collected.report is not None:
+                print_text(f"the teacher: {collected.report}")
+            print_text(str(collected))
+        return collected.path
+
+
 def sft(
     server: Server,
+    teacher: Teacher,
+    environments: Environments,
     file: Annotated[
-        Path,
+        Path | None,
         Argument(
             metavar="FILE.jsonl",
             help="A conversation a line: messages in OpenAI's chat format, tool calls included, and perhaps tools. "
             "With --recipe dpo or kto: preferences.",
         ),
-    ],
+    ] = None,
     epochs: Annotated[int, Option(min=1, help="Passes over the file.")] = 1,
     batch_size: Annotated[int, Option(min=1, help="Conversations in a batch: one optimiser step.")] = 16,
     lr: Annotated[float | None, Option(help="Constant learning rate; default: that of the job.")] = None,
@@ -448,6 +528,9 @@ def sft(
     """Train the server's policy on the assistant messages of conversations (supervised fine-tuning), or on preferences.
 
     Every line is checked before the first batch. A message with "weight": 0 is context only.
+
+    Without FILE, and with --teacher: first --agent, or --env, runs with a stronger model instead of the policy. Its
+    episodes with a reward of at least --keep become the file. The command can be interrupted, and repeated.
     """
     from agentjet.client.demonstrations import read_demonstrations, recipe_name
     from agentjet.config.loader import parse_overrides
@@ -456,13 +539,16 @@ def sft(
         raise ConfigError(f"--lr {lr}: give a number above 0")
     if parameters and not recipe:
         raise ConfigError(f"--set {parameters[0]}: it is a parameter of --recipe, such as dpo")
+    teacher.check(file, recipe, environments)
     named = {"name": recipe, **dict(parse_overrides(parameters))} if parameters else recipe
-    found, ignored = read_demonstrations(file, recipe_name(recipe))
+    options = {"epochs": epochs, "batch_size": batch_size, "lr": lr, "policy": policy, "seed": seed, "recipe": named}
+    examples, ignored = ([], set[str]()) if file is None else read_demonstrations(file, recipe_name(recipe))
     if ignored and not as_json:
         print_text(f"ignored keys: {', '.join(sorted(map(str, ignored)))}")
-    options = {"epochs": epochs, "batch_size": batch_size, "lr": lr, "policy": policy, "seed": seed, "recipe": named}
     with server.connect() as swarm:
-        report = swarm.sft(found, progress=not as_json, **options)  # type: ignore[arg-type]
+        if file is None:
+            examples, _ = read_demonstrations(teacher.collect(swarm, environments, progress=not as_json))
+        report = swarm.sft(examples, progress=not as_json, **options)  # type: ignore[arg-type]
     first, last, version = report.losses[0], report.losses[-1], report.steps[-1].policy_version
     if as_json:
         facts = {"batches": len(report.steps), "policy_version": version, "first_loss": first, "last_loss": last}

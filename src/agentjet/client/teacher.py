@@ -124,6 +124,7 @@ class TeacherProxy:
         self._connection = TeacherConnection(settings, retry=retry)
         self._loop = LoopThread()
         self._episodes: dict[str, TaughtEpisode] = {}
+        self._asking: set[concurrent.futures.Future[dict[str, Any]]] = set()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Handler, self))
         self._server.daemon_threads = True
         threading.Thread(target=self._server.serve_forever, daemon=True, name="teacher-proxy").start()
@@ -141,12 +142,18 @@ class TeacherProxy:
             raise Unauthorized("this key is not that of an episode: give the client episode.api_key")
         if not isinstance(body.get("messages"), list):
             raise InvalidRequest("messages is missing: it is a list of messages", param="messages")
+        asking = self._loop.submit(self._ask(taught, body))
+        self._asking.add(asking)
         try:
-            return self._loop.submit(self._ask(taught, body)).result()
+            return asking.result()
+        except concurrent.futures.CancelledError:
+            raise ServerFailed("the collection has ended") from None
         except (Unauthorized, Forbidden, NotFound, Unreachable) as error:
             if not self.failed.done():
                 self.failed.set_exception(TeacherFailed(str(error)))
             raise
+        finally:
+            self._asking.discard(asking)
 
     async def _ask(self, taught: TaughtEpisode, body: Mapping[str, Any]) -> dict[str, Any]:
         asked = {key: value for key, value in body.items() if key not in ("stream", "stream_options")}
@@ -168,8 +175,10 @@ class TeacherProxy:
         return dict(answer)
 
     async def close(self) -> None:
-        self._server.shutdown()
+        await asyncio.to_thread(self._server.shutdown)
         self._server.server_close()
+        for asking in [*self._asking]:
+            asking.cancel()
         if self._loop.is_running:
             await asyncio.wrap_future(self._loop.submit(self._connection.close()))
             self._loop.stop()
@@ -330,13 +339,12 @@ class CollectedFile:
         if rows:
             is_kept = result.reward >= self.keep
             text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+            path = self.path if is_kept else self.low_path
             try:
-                with (self.path if is_kept else self.low_path).open(
-                    "a", encoding="utf-8", errors="backslashreplace"
-                ) as out:
+                with path.open("a", encoding="utf-8", errors="backslashreplace") as out:
                     out.write(text)
             except OSError as error:
-                raise ConfigError(f"{self.path} cannot be written: {error.strerror}") from None
+                raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
             self._count(digest, is_kept)
         return bool(rows)
 
@@ -354,13 +362,11 @@ class CollectedFile:
         for number, row in read_json_lines(path):
             place = f"{path} line {number}"
             if not isinstance(row, dict) or not {"episode_id", "task_digest", "reward"} <= row.keys():
-                raise ConfigError(
-                    f"{place}: it is not from a collection; give another --collected for the new episodes"
-                )
+                raise ConfigError(f"{place}: it is not from a collection; give another file for the new episodes")
             if (row["reward"] >= self.keep) != is_kept_file:
                 raise ConfigError(
-                    f"{place} has the reward {row['reward']:g}, so it was collected with another --keep than "
-                    f"{self.keep:g}: give the same one, or another --collected"
+                    f"{place} has the reward {row['reward']:g}, so it was collected with another keep than "
+                    f"{self.keep:g}: give the same one, or another file"
                 )
             episodes[row["episode_id"]] = row["task_digest"]
         for digest in episodes.values():
@@ -397,6 +403,13 @@ class Collected:
     def path(self) -> Path:
         """The file with the demonstrations."""
         return self.file.path
+
+    @property
+    def reasons(self) -> str:
+        """The counts, and the most frequent reason of failures."""
+        common = [] if self.report is None else self.report.errors.most_common(1)
+        silent = "; the agent must call episode.base_url with episode.api_key" if self.num_silent else ""
+        return f"{self}{f'; the most frequent failure: {common[0][0]}' if common else ''}{silent}"
 
     def __str__(self) -> str:
         failed = 0 if self.report is None else len(self.report.results) - len(self.report.finished)
