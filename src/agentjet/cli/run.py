@@ -29,7 +29,7 @@ from agentjet.errors import AgentJetError, ConfigError
 from agentjet.types import Reward
 
 if TYPE_CHECKING:
-    from agentjet.client import Agent, Command, Estimate, EvalReport, Result, Swarm, TrainReport
+    from agentjet.client import Agent, Collected, Command, Estimate, EvalReport, Result, Swarm, TrainReport
     from agentjet.client.agent_source import AgentSource, AgentVersion, CodeFolder, Stamp
     from agentjet.client.command import Score
     from agentjet.sandbox import Limits
@@ -420,7 +420,7 @@ def _served(server: Server, settings: Path | None, overrides: list[str]) -> Iter
 
 
 @dataclass(frozen=True)
-class Teacher:
+class TeacherOptions:
     """The options that name a stronger model, and the episodes that it is asked for."""
 
     teacher: Annotated[
@@ -471,8 +471,8 @@ class Teacher:
         if not environments.env and (self.agent is None or self.task_file is None):
             raise ConfigError("--teacher needs --agent and --task-file, or --env")
 
-    def collect(self, swarm: Swarm, environments: Environments, *, progress: bool) -> Path:
-        """Returns the file of the kept episodes. Raises as `Swarm.collect` does."""
+    def collect(self, swarm: Swarm, environments: Environments, *, progress: bool) -> Collected:
+        """Raises as `Swarm.collect` does."""
         from agentjet.client import Endpoint
 
         assert self.teacher is not None, "check() has passed"
@@ -492,12 +492,12 @@ class Teacher:
             if collected.report is not None:
                 print_text(f"the teacher: {collected.report}")
             print_text(str(collected))
-        return collected.path
+        return collected
 
 
 def sft(
     server: Server,
-    teacher: Teacher,
+    teacher: TeacherOptions,
     environments: Environments,
     file: Annotated[
         Path | None,
@@ -547,7 +547,7 @@ def sft(
         print_text(f"ignored keys: {', '.join(sorted(map(str, ignored)))}")
     with server.connect() as swarm:
         if file is None:
-            examples, _ = read_demonstrations(teacher.collect(swarm, environments, progress=not as_json))
+            examples = teacher.collect(swarm, environments, progress=not as_json).demonstrations
         report = swarm.sft(examples, progress=not as_json, **options)  # type: ignore[arg-type]
     first, last, version = report.losses[0], report.losses[-1], report.steps[-1].policy_version
     if as_json:

@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import httpx
 
 from agentjet.client.connection import ClientSettings, Connection, ForeignAnswer, Retry
+from agentjet.client.demonstrations import Example, read_demonstrations
 from agentjet.client.episode import AsyncEpisode, Endpoint
 from agentjet.client.inputs import read_json_lines, task_digest
 from agentjet.client.report import EpisodeResult, EvalReport
@@ -127,7 +128,8 @@ class TeacherProxy:
         self._asking: set[concurrent.futures.Future[dict[str, Any]]] = set()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Handler, self))
         self._server.daemon_threads = True
-        threading.Thread(target=self._server.serve_forever, daemon=True, name="teacher-proxy").start()
+        serve = partial(self._server.serve_forever, poll_interval=0.05)
+        threading.Thread(target=serve, daemon=True, name="teacher-proxy").start()
 
     def begin(self, request: BeginRequest) -> tuple[AsyncEpisode, TaughtEpisode]:
         """Begin an episode whose agent calls the teacher through this proxy."""
@@ -400,9 +402,9 @@ class Collected:
     """Scored episodes without an answer of the teacher that can be learned."""
 
     @property
-    def path(self) -> Path:
-        """The file with the demonstrations."""
-        return self.file.path
+    def demonstrations(self) -> list[Example]:
+        """The kept episodes of the whole file, for `sft`."""
+        return read_demonstrations(self.file.path)[0]
 
     @property
     def reasons(self) -> str:
@@ -419,7 +421,7 @@ class Collected:
             "failed": failed,
             "without a whole answer of the teacher": self.num_silent,
         }
-        return f"{self.path}: episodes " + ", ".join(
+        return f"{self.file.path}: episodes " + ", ".join(
             f"{name} {count}" for name, count in counts.items() if count or name == "kept"
         )
 

@@ -335,7 +335,7 @@ class Kto(Preference):
     It is the mean over the answers with a reward: good above 0. Answers without a reward are the mismatched ones, each
     to the prompt of another: they estimate the divergence from the reference, and are not learned.
 
-    Source: arXiv 2402.01306, in the form of TRL's KTOTrainer. Confidence: reproduced.
+    Source: arXiv 2402.01306, in the form of github.com/huggingface/trl at 000d5d8. Confidence: reproduced.
     Use: files of answers with a label each: `agentjet sft FILE --recipe kto`, which adds the mismatched answers. With
     unequal numbers of good and bad answers, weights that make their products with the numbers about equal.
     Cost: as DPO: two more forward passes; none backward for mismatched answers.
