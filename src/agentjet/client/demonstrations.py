@@ -6,9 +6,9 @@
 | `dpo` | `prompt` or `messages`, `chosen` and `rejected`; or whole conversations in `chosen` and `rejected` |
 | `kto` | `prompt` or `messages`, `completion` and `label` |
 
-A line of `sft` is one demonstration. Of `dpo` it is two in one group, the chosen one with the higher reward. Of `kto`
-it is two, too: the answer with its label as reward, and a mismatched one, the answer of another line, without a reward.
-The demonstrations of a line are learned in one batch.
+A line of `sft` is one demonstration. A line of `dpo` is two in one group, the chosen one with the higher reward. A line
+of `kto` is two, too: the answer with its label as reward, and a mismatched one without a reward, which is the answer of
+another line. The demonstrations of a line are learned in one batch.
 """
 
 from __future__ import annotations
