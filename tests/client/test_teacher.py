@@ -151,6 +151,11 @@ async def test_an_interrupted_collection_continues(tmp_path: Path, teacher: Scri
     assert again.report is None and len(rows(tmp_path / "c.jsonl")) == 7
     with pytest.raises(ConfigError, match=r"c.low.jsonl line 1 has the reward 0, .* another keep than 0"):
         await collect(tmp_path, teacher.endpoint, keep=0)
+    for text in ('{"id": "t1"}\n{"id": "t2"}', '{"id": "t1"}'):  # a file of something else keeps its last line
+        (tmp_path / "c.jsonl").write_text(text)
+        with pytest.raises(ConfigError, match=r"c.jsonl line 1 is not from a collection"):
+            await collect(tmp_path, teacher.endpoint)
+        assert (tmp_path / "c.jsonl").read_text() == text
 
 
 async def test_failures(tmp_path: Path, teacher: Scripted) -> None:

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from agentjet.types import Task
 
 STEPS = 20
-TEACHER_KEY = "AGENTJET_TEACHER_KEY"
-"""Variable with the key of `--teacher`."""
 
 
 def run(
@@ -474,11 +472,12 @@ class TeacherOptions:
     def collect(self, swarm: Swarm, environments: Environments, *, progress: bool) -> Collected:
         """Raises as `Swarm.collect` does."""
         from agentjet.client import Endpoint
+        from agentjet.client.teacher import TEACHER_KEY_VARIABLE
 
         assert self.teacher is not None, "check() has passed"
-        key = os.environ.get(TEACHER_KEY, "").strip()
+        key = os.environ.get(TEACHER_KEY_VARIABLE, "").strip()
         if not (key.isascii() and key.isprintable()):
-            raise ConfigError(f"{TEACHER_KEY} has a character that a header cannot carry")
+            raise ConfigError(f"{TEACHER_KEY_VARIABLE} has a character that a header cannot carry")
         endpoint = Endpoint(self.teacher, self.teacher_model, key or "none")
         with ExitStack() as stack:
             if environments.env:

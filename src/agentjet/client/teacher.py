@@ -14,25 +14,25 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import json
-import os
+import math
 import secrets
 import threading
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import httpx
 
 from agentjet.client.connection import ClientSettings, Connection, ForeignAnswer, Retry
 from agentjet.client.demonstrations import Example, read_demonstrations
 from agentjet.client.episode import AsyncEpisode, Endpoint
-from agentjet.client.inputs import read_json_lines, task_digest
+from agentjet.client.inputs import task_digest
 from agentjet.client.report import EpisodeResult, EvalReport
 from agentjet.client.rollout import Agent, RolloutSpec, wait_for_first
 from agentjet.client.threads import LoopThread
@@ -54,6 +54,7 @@ from agentjet.types import Task
 
 ANSWER_WAIT = 570.0
 """Seconds that the teacher may need for an answer, besides the usual limit of a request."""
+TEACHER_KEY_VARIABLE = "AGENTJET_TEACHER_KEY"
 CHAT_PATH = "/v1/chat/completions"
 WHOLE = frozenset({"stop", "tool_calls", "function_call"})
 """Finish reasons of answers that are learned. Others were cut: the policy would learn to end in the middle."""
@@ -90,6 +91,8 @@ class TeacherConnection(Connection):
         text = f"the teacher at {self.settings.url} answered {status}: {text}"
         if status == 429 or status >= 500:
             return Unavailable(text, retry_after=float(wait) if wait.isdecimal() else 0.0)
+        if status == 401:
+            text += f" (give its key as an argument, or to a command in {TEACHER_KEY_VARIABLE})"
         return refusal_of(status)(text)
 
 
@@ -319,7 +322,11 @@ class CollectedFile:
     """A file of demonstrations that grows, and beside it one of the episodes whose reward was too low."""
 
     def __init__(self, path: Path, keep: float) -> None:
-        """Raises `ConfigError` for a file that cannot be read or has another `keep`."""
+        """Raises `ConfigError` for a file that cannot be read or written, or has another `keep`."""
+        if not math.isfinite(keep):
+            raise ConfigError(f"keep = {keep}: give a finite number")
+        if not path.name or path.is_dir() or not path.absolute().parent.is_dir():
+            raise ConfigError(f"{str(path)!r} is not the name of a file in a folder that exists")
         self.path, self.keep = path, keep
         self.low_path = path.with_suffix(f".low{path.suffix}")
         self.num_kept = self.num_low = 0
@@ -340,13 +347,9 @@ class CollectedFile:
         rows = [{**row, **facts, "episode_id": taught.id} for row in conversations(taught.calls)]
         if rows:
             is_kept = result.reward >= self.keep
-            text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-            path = self.path if is_kept else self.low_path
-            try:
-                with path.open("a", encoding="utf-8", errors="backslashreplace") as out:
-                    out.write(text)
-            except OSError as error:
-                raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
+            lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+            with open_file(self.path if is_kept else self.low_path, "ab") as out:
+                out.write(lines.encode(errors="backslashreplace"))
             self._count(digest, is_kept)
         return bool(rows)
 
@@ -356,34 +359,46 @@ class CollectedFile:
         self.num_low += not is_kept
 
     def _read(self, path: Path) -> None:
-        is_kept_file = path == self.path
         if not path.exists():
             return
-        _cut_torn_line(path)
+        is_kept_file = path == self.path
         episodes: dict[str, str] = {}
-        for number, row in read_json_lines(path):
+        with open_file(path, "rb") as file:
+            lines = file.read().splitlines(keepends=True)
+        torn = lines.pop() if lines and not lines[-1].endswith(b"\n") else b""
+        wrong = "is not from a collection; give another file for the new episodes"
+        for number, line in enumerate(lines, 1):
             place = f"{path} line {number}"
-            if not isinstance(row, dict) or not {"episode_id", "task_digest", "reward"} <= row.keys():
-                raise ConfigError(f"{place}: it is not from a collection; give another file for the new episodes")
-            if (row["reward"] >= self.keep) != is_kept_file:
+            try:
+                row = json.loads(line)
+                reward, episode, digest = float(row["reward"]), row["episode_id"], row["task_digest"]
+            except (ValueError, TypeError, KeyError, RecursionError):
+                raise ConfigError(f"{place} {wrong}") from None
+            if (reward >= self.keep) != is_kept_file:
                 raise ConfigError(
-                    f"{place} has the reward {row['reward']:g}, so it was collected with another keep than "
-                    f"{self.keep:g}: give the same one, or another file"
+                    f"{place} has the reward {reward:g}, so it was collected with another keep than {self.keep:g}: "
+                    "give the same one, or another file"
                 )
-            episodes[row["episode_id"]] = row["task_digest"]
+            episodes[episode] = digest
+        if torn:  # A kill left the line unfinished.
+            if not torn.startswith(BEGINNING[: len(torn)]):
+                raise ConfigError(f"{path} line {len(lines) + 1} {wrong}")
+            with open_file(path, "r+b") as file:
+                file.truncate(sum(map(len, lines)))
         for digest in episodes.values():
             self._count(digest, is_kept_file)
 
 
-def _cut_torn_line(path: Path) -> None:
-    """Removes a last line that a kill left unfinished."""
+BEGINNING = b'{"messages": ['
+"""The beginning of every line."""
+
+
+@contextmanager
+def open_file(path: Path, mode: str) -> Iterator[IO[Any]]:
+    """An open file. Raises `ConfigError` if it cannot be read or written."""
     try:
-        with path.open("r+b") as file:
-            content = file.read()
-            if content and not content.endswith(b"\n"):
-                file.truncate(content.rfind(b"\n") + 1)
-                file.flush()
-                os.fsync(file.fileno())
+        with path.open(mode) as file:
+            yield file
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
 
