@@ -16,6 +16,7 @@ import concurrent.futures
 import json
 import math
 import secrets
+import sys
 import threading
 import uuid
 from collections import Counter
@@ -113,6 +114,8 @@ class TaughtEpisode:
     """The calls of one attempt."""
 
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    key: str = field(default_factory=lambda: secrets.token_hex(16))
+    """The key that the agent has."""
     calls: list[TaughtCall] = field(default_factory=list)
 
 
@@ -129,24 +132,28 @@ class TeacherProxy:
         self._loop = LoopThread()
         self._episodes: dict[str, TaughtEpisode] = {}
         self._asking: set[concurrent.futures.Future[dict[str, Any]]] = set()
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Handler, self))
-        self._server.daemon_threads = True
+        self._server = _Server(("127.0.0.1", 0), partial(_Handler, self))
         serve = partial(self._server.serve_forever, poll_interval=0.05)
         threading.Thread(target=serve, daemon=True, name="teacher-proxy").start()
 
     def begin(self, request: BeginRequest) -> tuple[AsyncEpisode, TaughtEpisode]:
         """Begin an episode whose agent calls the teacher through this proxy."""
-        key, taught = secrets.token_hex(16), TaughtEpisode()
-        self._episodes[key] = taught
+        taught = TaughtEpisode()
+        self._episodes[taught.key] = taught
         url = f"http://127.0.0.1:{self._server.server_port}/v1"
-        return replace(self._teacher, base_url=url, api_key=key).begin(request), taught
+        return replace(self._teacher, base_url=url, api_key=taught.key).begin(request), taught
+
+    def end(self, taught: TaughtEpisode) -> None:
+        """Refuse further calls of an attempt."""
+        self._episodes.pop(taught.key, None)
 
     def complete(self, key: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """The teacher's answer to a body of `CHAT_PATH`. Blocks; raises a `RequestError` or `Unreachable`."""
         if (taught := self._episodes.get(key)) is None:
             raise Unauthorized("this key is not that of an episode: give the client episode.api_key")
-        if not isinstance(body.get("messages"), list):
-            raise InvalidRequest("messages is missing: it is a list of messages", param="messages")
+        messages = body.get("messages")
+        if not isinstance(messages, list) or not all(isinstance(one, dict) and "role" in one for one in messages):
+            raise InvalidRequest("messages is a list of messages with role and content", param="messages")
         asking = self._loop.submit(self._ask(taught, body))
         self._asking.add(asking)
         try:
@@ -174,7 +181,9 @@ class TeacherProxy:
                 )
                 for choice in answer["choices"]
             ]
-        except (KeyError, TypeError):
+            for message in (*body["messages"], *(call.answer for call in calls)):
+                _meaning(message)  # Raises now, and not at the end of the episode.
+        except (KeyError, TypeError, AttributeError):
             raise ServerFailed(f"the teacher at {self._connection.settings.url} answered without choices") from None
         taught.calls += calls
         return dict(answer)
@@ -187,6 +196,15 @@ class TeacherProxy:
         if self._loop.is_running:
             await asyncio.wrap_future(self._loop.submit(self._connection.close()))
             self._loop.stop()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 1024
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):  # An agent may hang up.
+            super().handle_error(request, client_address)
 
 
 def _assistant(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -470,16 +488,19 @@ async def collect(
     num_silent = 0
     reports: list[EvalReport] = []
 
-    def ended(spec: RolloutSpec, result: EpisodeResult) -> None:
-        nonlocal num_silent
-        if result.outcome == "finished" and not file.add(spec.task, result, taught[spec.index]):
-            num_silent += 1
-        taught.pop(spec.index, None)
-
     async with _proxy(teacher, retry) as proxy:
+
+        def ended(spec: RolloutSpec, result: EpisodeResult) -> None:
+            nonlocal num_silent
+            played = taught.pop(spec.index)
+            proxy.end(played)
+            if result.outcome == "finished" and not file.add(spec.task, result, played):
+                num_silent += 1
 
         async def start(spec: RolloutSpec) -> tuple[AsyncEpisode, Agent]:
             update = {"task_id": spec.task.id, "task_set": spec.task.task_set}
+            if spec.index in taught:
+                proxy.end(taught[spec.index])
             episode, taught[spec.index] = proxy.begin(request.model_copy(update=update))
             return episode, agent
 
