@@ -145,3 +145,14 @@ async def test_what_a_recipe_cannot_learn_is_refused(tmp_path: Path) -> None:
         with pytest.raises(InvalidRequest, match="demonstration-1:rejected: no answer to learn"):
             await swarm.sft([{**pair(1), "rejected": {"role": "user", "content": "no"}}], recipe="dpo")
         assert served.run.compute.learned == []
+
+
+async def test_pairs_of_one_of_several_policies(tmp_path: Path) -> None:
+    policies: dict[str, Any] = {"planner": {}, "coder": {}}
+    async with serving(tmp_path / "d", policies=policies) as served, client(served) as swarm:
+        report = await swarm.sft([pair(1)], policy="coder", recipe="dpo", progress=False)
+        assert not any("reward" in name for name in report.steps[0].metrics)
+        state = served.run.gateway.swarm
+        training = state.batches.training_batches(state.journal.batches(0)[0])
+        facts = training["coder"].facts
+        assert facts is not None and facts.rewards.tolist() == [1, 0] and facts.roles == ("coder",)

@@ -15,7 +15,7 @@ import stat
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -437,21 +437,28 @@ class TeacherOptions:
         str | None,
         Option(metavar="FILE", help="Tasks of --agent: FILE.jsonl, or FILE.py:FUNCTION, which returns them."),
     ] = None
-    keep: Annotated[float, Option(metavar="R", help="Smallest reward of an episode that is learned.")] = 1.0
-    repeats: Annotated[int, Option(min=1, help="Episodes of each task with the teacher.")] = 1
-    concurrency: Annotated[int, Option(min=1, help="Episodes with the teacher at the same time.")] = 16
+    keep: Annotated[
+        float | None, Option(metavar="R", help="Smallest reward of an episode that is learned; default: 1.")
+    ] = None
+    repeats: Annotated[int | None, Option(min=1, help="Episodes of each task with the teacher; default: once.")] = None
+    concurrency: Annotated[
+        int | None, Option(min=1, help="Episodes with the teacher at the same time; default: 16.")
+    ] = None
     collected: Annotated[
-        Path,
-        Option(metavar="FILE.jsonl", help="The file that the kept episodes become; one that is there is continued."),
-    ] = Path("collected.jsonl")
+        Path | None,
+        Option(
+            metavar="FILE.jsonl",
+            help="The file that the kept episodes become; one that is there is continued. Default: collected.jsonl.",
+        ),
+    ] = None
 
     def check(self, file: Path | None, recipe: str, environments: Environments) -> None:
         """Raises `ConfigError` for options that lack one or exclude each other."""
-        own = {"--agent": self.agent, "--task-file": self.task_file, "--teacher-model": self.teacher_model}
-        needing = [name for name, value in [*own.items(), ("--env", environments.env)] if value]
+        own = {f"--{one.name.replace('_', '-')}": getattr(self, one.name) for one in fields(self)}
+        given = [name for name, value in {**own, "--env": environments.env}.items() if value not in (None, "", [])]
         if self.teacher is None:
-            if needing:
-                raise ConfigError(f"{needing[0]} is for --teacher URL, which is missing")
+            if given:
+                raise ConfigError(f"{given[0]} is for --teacher URL, which is missing")
             if file is None:
                 raise ConfigError("give FILE.jsonl, or --teacher URL to collect one")
             return
@@ -485,8 +492,10 @@ class TeacherOptions:
             else:
                 agent, tasks = _agent_and_tasks(self.agent, self.task_file, None)
             swarm.status()  # The teacher may cost money: the server that learns must be there.
-            options: dict[str, Any] = {"keep": self.keep, "repeats": self.repeats, "concurrency": self.concurrency}
-            collected = swarm.collect(agent, tasks, endpoint, self.collected, progress=progress, **options)
+            options = {"keep": self.keep, "repeats": self.repeats, "concurrency": self.concurrency}
+            chosen: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+            file = self.collected or Path("collected.jsonl")
+            collected = swarm.collect(agent, tasks, endpoint, file, progress=progress, **chosen)
         if progress:
             if collected.report is not None:
                 print_text(f"the teacher: {collected.report}")
