@@ -18,7 +18,9 @@ from typing import Any
 
 import openai
 import pytest
+from typer.testing import CliRunner
 
+from agentjet.cli.main import app
 from agentjet.client import AgentFailing, AsyncSwarm, Collected, Endpoint, Retry, TeacherFailed
 from agentjet.client.teacher import TaughtCall, conversations
 from agentjet.errors import ConfigError
@@ -224,3 +226,23 @@ async def test_the_file_is_learned(tmp_path: Path, teacher: Scripted) -> None:
     async with serving(tmp_path / "d") as served, client(served) as swarm:
         report = await swarm.sft(collected.demonstrations, progress=False)
         assert report.num_answers == 4 and served.run.compute.learned == [0]
+
+
+URL = ["--teacher", "http://127.0.0.1:9/v1"]
+OPTIONS = [
+    ([], "give FILE.jsonl, or --teacher URL"),
+    (["f.jsonl", "--keep", "0"], "--keep is for --teacher URL"),
+    (["f.jsonl", *URL], "f.jsonl and --teacher exclude each other"),
+    (["--teacher", "host/v1"], "--teacher 'host/v1' is not a URL"),
+    (URL, r"also give the model's name \(--teacher-model\)"),
+    ([*URL, "--teacher-model", "m"], "--teacher needs --agent and --task-file, or --env"),
+    ([*URL, "--teacher-model", "m", "--agent", "a.py:a", "--env", "k:t"], "--env and --agent exclude each other"),
+    ([*URL, "--recipe", "dpo"], "the answers of a teacher are learned with sft"),
+    (["f.jsonl", "--set", "beta=1"], "--set beta=1: it is a parameter of --recipe"),
+]
+
+
+@pytest.mark.parametrize(("words", "why"), OPTIONS)
+def test_options_that_lack_one_or_exclude_each_other(words: list[str], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        CliRunner().invoke(app, ["sft", *words], catch_exceptions=False)
