@@ -34,6 +34,7 @@ from agentjet.cli.serve import ChildServer
 from agentjet.client import AsyncEpisode
 from agentjet.errors import AgentJetError
 from agentjet.recipes import registry
+from agentjet.recipes.recipe import Recipe
 from agentjet.recipes.registry import make_recipe
 from bench import short_runs, whole_batch
 from bench.machine import bounded, grid, report
@@ -86,6 +87,11 @@ DEMONSTRATIONS = [
         ]
     }
     for task in TASKS
+]
+LABELLED = [
+    {"prompt": task.id, "completion": answer, "label": answer.isalnum()}
+    for task in TASKS
+    for answer in ("abcdefg", "#%&*+-/")
 ]
 SECONDS = 600.0  # Maximum of the replay of all runs
 
@@ -167,8 +173,9 @@ class RecipeServer:
             await swarm.start_run(run_name(recipe), job=job)
             player = Player(http)
             async with swarm.of_run(run_name(recipe)) as run:
-                if make_recipe(settings(recipe, teacher)).only_given:
-                    rewards = await shown(run, player, steps)
+                made = make_recipe(settings(recipe, teacher))
+                if made.only_given:
+                    rewards = await shown(run, player, steps, made)
                 else:
                     rewards = await played(run, player, steps)
                 export = Path((await run.export()).path)
@@ -198,15 +205,16 @@ async def played(run: AsyncSwarm, player: Player, steps: int) -> list[list[float
     return [part.tolist() for part in np.array_split(player.rewards, steps)]
 
 
-async def shown(run: AsyncSwarm, player: Player, steps: int) -> list[list[float]]:
+async def shown(run: AsyncSwarm, player: Player, steps: int, recipe: Recipe) -> list[list[float]]:
     """Trains on demonstrations. Returns the rewards of evaluations before and after."""
+    lines = LABELLED if recipe.takes_given == "scored" else DEMONSTRATIONS
     rewards: list[list[float]] = []
     for epochs in (steps, 0):
         await run.evaluate(player.play, TASKS, repeats=4, concurrency=GROUPS * GROUP_SIZE, progress=False)
         rewards.append(player.rewards)
         player.rewards = []
         if epochs:
-            await run.sft(DEMONSTRATIONS, epochs=epochs, batch_size=len(DEMONSTRATIONS), progress=False)
+            await run.sft(lines, epochs=epochs, batch_size=len(lines), progress=False, recipe=recipe.name)
     return rewards
 
 

@@ -22,7 +22,8 @@ from typing import Any
 import pytest
 
 from agentjet.cli.main import app
-from agentjet.client.training import _learned, read_demonstrations
+from agentjet.client.demonstrations import read_demonstrations
+from agentjet.client.training import _learned
 from agentjet.config import JobConfig
 from agentjet.errors import ConfigError, Conflict, InvalidRequest, Later
 from agentjet.protocol import BeginRequest, Event, SftRequest
@@ -234,11 +235,11 @@ def test_files_of_demonstrations(tmp_path: Path) -> None:
     exported = {**USING_TOOLS, "tools": json.dumps(TOOLS), "reward": 1.0}
     file.write_text(f"{json.dumps(asked('a', 'b'))}\n\n{json.dumps(exported)}\n")
     found, ignored = read_demonstrations(file)
-    assert [one.task_id for one in found] == ["d.jsonl:1", "d.jsonl:3"] and ignored == {"reward"}
-    assert found[1].tools == TOOLS
-    assert found[1].messages[2]["tool_calls"][0]["function"]["arguments"] == '{"a": 1}'
+    assert [one.task_id for (one,) in found] == ["d.jsonl:1", "d.jsonl:3"] and ignored == {"reward"}
+    assert found[1][0].tools == TOOLS
+    assert found[1][0].messages[2]["tool_calls"][0]["function"]["arguments"] == '{"a": 1}'
     file.write_text(json.dumps(asked("a\u2028", "b"), ensure_ascii=False) + "\r\n", encoding="utf-8-sig")
-    assert read_demonstrations(file)[0][0].messages[0]["content"] == "a\u2028"
+    assert read_demonstrations(file)[0][0][0].messages[0]["content"] == "a\u2028"
     for text, why in (
         (f"\n{json.dumps(asked('a', chr(0xD800)))}", r"d.jsonl:2: '\\ud800' is half of a character"),
         ("", "no demonstrations"),

@@ -2,8 +2,8 @@
 
 The recipe makes its columns from the facts of a batch. The baseline takes these as numbers, and computes
 log-probabilities, losses, weights and gradients without code of `recipes/` and of the learner. `test_gradients` has
-more of three losses: architectures, aggregations, float32. `sft` and `dpo` are compared with their losses over whole
-batches.
+more of three losses: architectures, aggregations, float32. `sft`, `dpo` and `kto` are compared with their losses over
+whole batches.
 """
 
 from __future__ import annotations
@@ -246,6 +246,7 @@ def test_sft(case: Case, budget: int) -> None:
         expected = flat(torch.autograd.grad(loss, list(policy.trainable().values())))
     assert relative(ours, expected) <= 1e-7  # the weight of a token is stored in float32
     assert metrics["policy/cross_entropy"] == pytest.approx(float(loss.detach()))
+    assert "policy/mismatch_kl" not in metrics, "nothing sampled the answers"
 
 
 @pytest.mark.parametrize("budget", [100_000, 16])
@@ -265,3 +266,23 @@ def test_dpo(case: Case, pairs: str, budget: int) -> None:
     assert relative(ours, expected) <= 1e-6  # log-probabilities of a batch are stored in float32
     assert metrics["dpo/loss"] == pytest.approx(float(loss.detach()), abs=1e-6)
     assert metrics["dpo/pairs"] == len(PAIRS[pairs])
+
+
+@pytest.mark.parametrize("budget", [100_000, 16])
+def test_kto(case: Case, budget: int) -> None:
+    policy, rows, reference = case.policy, made_rows(), case.reference
+    rewards = [[1.0, 0.0, np.nan][e % 3] for e in range(len(rows))]
+    batch = TrainingBatch(
+        0, build_forest(rows), make_batch([[reward] for reward in rewards], calls=[[SIZE]] * len(rows)).facts
+    )
+    with Double():
+        _, ours, metrics = learner_gradient(policy, batch, make_recipe("kto"), reference, budget)
+        sums = torch.stack([row_logprobs(policy, row).sum() for row in rows])
+        with torch.no_grad():
+            others = torch.stack([row_logprobs(policy, row, reference).sum() for row in rows])
+        good, bad, mismatched = ((sums - others)[start::3] for start in range(3))
+        kl = mismatched.mean().detach().clamp(min=0)
+        loss = 1 - torch.sigmoid(0.1 * torch.cat([good - kl, kl - bad])).mean()
+        expected = flat(torch.autograd.grad(loss, list(policy.trainable().values())))
+    assert relative(ours, expected) <= 1e-6
+    assert metrics["kto/loss"] == pytest.approx(float(loss.detach()), abs=1e-6)

@@ -5,7 +5,8 @@
 3. The gradient equals autograd's of the loss over whole sequences.
 4. Pairs without a shared prefix are left out and counted. A batch without pairs has no gradient.
 5. Several optimiser steps a batch are refused.
-6. Demonstrations: their loss, their weights, and their job in a run of another recipe.
+6. KTO: losses of answers against a divergence, and the gradient of TRL's formula.
+7. Demonstrations: their loss, their weights, and their job in a run of another recipe.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import pytest
 import torch
 
 from agentjet.config import JobConfig
-from agentjet.recipes.offline import Dpo
+from agentjet.recipes.offline import Dpo, Kto
 from agentjet.recipes.registry import make_recipe
 from agentjet.timeline.batch import TrainingBatch
 from agentjet.timeline.forest import Row, build_forest
@@ -65,6 +66,7 @@ def test_the_loss_and_its_gradient(ratios: list[float], loss: float) -> None:
     forest, metrics = recipe.columns(batch, outputs(batch, ratios))
     assert metrics["dpo/loss"] == pytest.approx(loss, abs=1e-6) and metrics["dpo/pairs"] == 1
     assert metrics["dpo/accuracy"] == (ratios[0] > ratios[1])
+    assert metrics["dpo/margin"] == pytest.approx(0.1 * (ratios[0] - ratios[1]), abs=1e-6)
     slope = 0.1 * (1 - np.exp(-loss))  # beta * sigmoid(-margin)
     winner = forest["sequence"] == 0
     assert forest["advantage"] == pytest.approx(np.where(winner, slope, -slope), abs=1e-7)
@@ -105,6 +107,65 @@ def test_several_steps_are_refused(key: str) -> None:
         recipe_of(**{key: 2})
 
 
+# ---- KTO -------------------------------------------------------------------------------------------------------------
+
+NONE = float("nan")
+
+
+def answers(rewards: list[float], size: int = 2) -> TrainingBatch:
+    """Given answers, each by itself. Those without a reward are mismatched."""
+    return make_batch([[reward] for reward in rewards], calls=[[size]] * len(rewards))
+
+
+@pytest.mark.parametrize(
+    ("ratios", "parameters", "loss", "kl", "accuracy"),
+    [
+        ([2, -1, 0.5], {}, 0.462570, 0.5, 1),  # 1 - sigmoid(0.15), twice
+        ([0, 0, 0], {}, 0.5, 0, 0),
+        ([1, 1, -3], {}, 0.5, 0, 0.5),  # a divergence is not negative: sigmoid(-0.1) and sigmoid(0.1)
+        ([0, 0, 0], {"good_weight": 2, "bad_weight": 0.5}, 0.625, 0, 0),
+    ],
+)
+def test_labelled_answers(
+    ratios: list[float], parameters: dict[str, float], loss: float, kl: float, accuracy: float
+) -> None:
+    recipe, batch = make_recipe({"name": "kto", **parameters}), answers([1, 0, NONE])
+    forest, metrics = recipe.columns(batch, outputs(batch, ratios))
+    assert [metrics[f"kto/{name}"] for name in ("loss", "kl", "accuracy", "margin", "answers")] == pytest.approx(
+        [loss, kl, accuracy, 0.1 * (ratios[0] - ratios[1]), 2], abs=1e-6
+    )
+    assert {*forest["sequence"].tolist()} == {0, 1}, "mismatched answers are not learned"
+    assert (forest["advantage"][forest["sequence"] == 0] > 0).all() and (forest["advantage"][-1:] < 0).all()
+
+
+@pytest.mark.parametrize("beta", [0.1, 0.7])
+def test_the_gradient_is_that_of_the_formula_of_trl(beta: float) -> None:
+    rewards, ratios = [1, NONE, 0, NONE, 1, NONE], [0.3, 0.9, -0.4, -0.2, 1.5, 0.4]
+    recipe, batch = make_recipe({"name": "kto", "beta": beta, "bad_weight": 1.5}), answers(rewards, size=3)
+    assert isinstance(recipe, Kto)
+    given = outputs(batch, ratios)
+    logp = torch.from_numpy(given["proximal"]).double().requires_grad_()
+    reference, sequence = torch.from_numpy(given["reference"]).double(), torch.from_numpy(batch.forest["sequence"])
+    sums = torch.zeros(6, dtype=torch.float64).index_add(0, sequence.long(), logp - reference)
+    kl = sums[[1, 3, 5]].mean().detach().clamp(min=0)
+    chosen = 1 - torch.sigmoid(beta * (sums[[0, 4]] - kl))
+    rejected = 1 - torch.sigmoid(beta * (kl - sums[[2]]))
+    whole = torch.cat((1.0 * chosen, 1.5 * rejected)).mean()
+    whole.backward()  # type: ignore[no-untyped-call]
+    forest, metrics = recipe.columns(batch, given)
+    assert metrics["kto/loss"] == pytest.approx(float(whole.detach()), abs=1e-6)
+    assert logp.grad is not None
+    ours = np.zeros(18)
+    ours[np.isin(batch.forest["sequence"], [0, 2, 4])] = -forest["advantage"]
+    assert ours == pytest.approx(logp.grad.numpy(), abs=1e-7)
+
+
+def test_a_batch_of_mismatched_answers_has_no_gradient() -> None:
+    batch = answers([NONE, NONE])
+    forest, metrics = make_recipe("kto").columns(batch, outputs(batch, [1, 1]))
+    assert forest.num_targets == 0 and metrics == {"kto/kl": 1, "kto/answers": 0}
+
+
 # ---- demonstrations --------------------------------------------------------------------------------------------------
 
 
@@ -136,6 +197,18 @@ def test_a_run_with_another_recipe_learns_demonstrations_with_this_one() -> None
     own = JobConfig.model_validate({"recipe": {"name": "sft", "aggregation": "sequence_mean"}})
     assert own.for_demonstrations().recipe == own.recipe
     assert JobConfig.model_validate(own.for_demonstrations(1e-5).model_dump()) == own.for_demonstrations(1e-5)
+
+
+def test_a_request_names_the_recipe_of_demonstrations() -> None:
+    job, of_dpo = JobConfig(), JobConfig.model_validate({"recipe": {"name": "dpo", "beta": 0.5}})
+    assert job.for_demonstrations(recipe="dpo").recipe == make_recipe("dpo")
+    assert of_dpo.for_demonstrations().recipe.name == "sft" and of_dpo.for_demonstrations(recipe="dpo") == of_dpo
+    table = {"name": "kto", "beta": 0.2}
+    assert of_dpo.for_demonstrations(recipe=table).recipe == make_recipe(table)
+    mistyped = {"name": "dpo", "bet": 1}
+    for wrong, why in (("grpo", "use sft, dpo or kto"), ("dp", "did you mean 'dpo'"), (mistyped, "bet")):
+        with pytest.raises(ValueError, match=why):
+            job.for_demonstrations(recipe=wrong)
 
 
 def test_the_learning_rate_of_demonstrations_is_that_of_their_policy_only() -> None:

@@ -32,6 +32,7 @@ from agentjet.cli import (
     run,
     runs,
     serve,
+    sft,
     watch,
     with_options,
 )
@@ -291,7 +292,7 @@ for command in (
     serve.serve,
     demo,
     run.run,
-    run.sft,
+    sft.sft,
     runs.status,
     watch.watch,
     runs.compare,

@@ -1,4 +1,4 @@
-"""`agentjet run` trains a program as the agent, `agentjet sft` trains on conversations, `agentjet eval` scores.
+"""`agentjet run` trains a program as the agent, `agentjet eval` scores.
 
 A reward of a program that cannot be read aborts the episode: it is not 0.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import os
 import re
 import shutil
@@ -23,7 +22,7 @@ import typer
 from pydantic import BaseModel, ConfigDict, ValidationError
 from typer import Argument, Option
 
-from agentjet.cli import Json, Override, Policy, Server, Token, TokenFile, example, load_example, print_text, printable
+from agentjet.cli import Json, Override, Server, Token, TokenFile, example, load_example, printable
 from agentjet.cli.env import SPLITS, Environments, agent_and_tasks, split_of
 from agentjet.errors import AgentJetError, ConfigError
 from agentjet.types import Reward
@@ -163,7 +162,7 @@ def run(
             report = swarm.evaluate(agent, tasks, repeats=repeats or 1, **shared)
         else:
             report = swarm.train(agent, tasks, steps=steps or STEPS, seed=seed, reload=code or False, **shared)
-    typer.echo(_json(run_document(report)) if as_json else printable(str(report)))
+    typer.echo(json_text(run_document(report)) if as_json else printable(str(report)))
 
 
 def _program(
@@ -232,7 +231,7 @@ def sandbox_limits(memory: float | None, *, shared_home: bool) -> Limits:
     return Limits() if memory is None else Limits(memory=int(memory * 2**30))
 
 
-def _json(document: dict[str, Any]) -> str:
+def json_text(document: dict[str, Any]) -> str:
     """A document as text; NaN becomes null."""
     from pydantic import TypeAdapter
 
@@ -322,7 +321,7 @@ def evaluate(
             player, chosen = agent_and_tasks(mixed, split or SPLITS[0], tasks)
             concurrency = min(concurrency, sum(mixed.agent.capacity.values()))
         else:
-            player, chosen = _agent_and_tasks(agent, task_file, tasks)
+            player, chosen = named_agent(agent, task_file, tasks)
         is_default = agent is None and not environments.env
         settings = example("arithmetic") / "job.toml" if is_default else None
         swarm = stack.enter_context(_served(Server(target, token, token_file), settings, override or []))
@@ -344,7 +343,7 @@ def evaluate(
     metrics = {name: report.metric_at_k(name) for name in report.metrics}
     chances = {f"pass@{k}": report.pass_at(k) for k in pass_at or ()}
     if as_json:
-        typer.echo(_json({"target": target, **eval_document(report, metrics | chances)}))
+        typer.echo(json_text({"target": target, **eval_document(report, metrics | chances)}))
         return
     lines = [f"{target}: {report}", *(f"  {name}: {value}" for name, value in (metrics | chances).items())]
     typer.echo(printable("\n".join(lines)))
@@ -374,7 +373,7 @@ def eval_document(report: EvalReport, figures: dict[str, Estimate]) -> dict[str,
     }
 
 
-def _agent_and_tasks(agent: str | None, task_file: str | None, num_tasks: int | None) -> tuple[Agent, list[Task]]:
+def named_agent(agent: str | None, task_file: str | None, num_tasks: int | None) -> tuple[Agent, list[Task]]:
     """The agent to score, and its tasks. Raises `ConfigError`."""
     if agent is None:
         if task_file is not None:
@@ -415,45 +414,6 @@ def _served(server: Server, settings: Path | None, overrides: list[str]) -> Iter
         child.connect() as swarm,
     ):
         yield swarm
-
-
-def sft(
-    server: Server,
-    file: Annotated[
-        Path,
-        Argument(
-            metavar="FILE.jsonl",
-            help="A conversation a line: messages in OpenAI's chat format, tool calls included, and perhaps tools.",
-        ),
-    ],
-    epochs: Annotated[int, Option(min=1, help="Passes over the file.")] = 1,
-    batch_size: Annotated[int, Option(min=1, help="Conversations in a batch: one optimiser step.")] = 16,
-    lr: Annotated[float | None, Option(help="Constant learning rate; default: that of the job.")] = None,
-    policy: Policy = "",
-    seed: Annotated[int, Option(help="Seed of the order of the conversations.")] = 0,
-    as_json: Json = False,
-) -> None:
-    """Train the server's policy on the assistant messages of conversations (supervised fine-tuning).
-
-    Every conversation is checked before the first batch. A message with "weight": 0 is context only.
-    """
-    from agentjet.client.training import read_demonstrations
-
-    if lr is not None and not 0 < lr < math.inf:
-        raise ConfigError(f"--lr {lr}: give a number above 0")
-    found, ignored = read_demonstrations(file)
-    if ignored and not as_json:
-        print_text(f"ignored keys: {', '.join(sorted(map(str, ignored)))}")
-    options = {"epochs": epochs, "batch_size": batch_size, "lr": lr, "policy": policy, "seed": seed}
-    with server.connect() as swarm:
-        report = swarm.sft(found, progress=not as_json, **options)  # type: ignore[arg-type]
-    first, last, version = report.losses[0], report.losses[-1], report.steps[-1].policy_version
-    if as_json:
-        facts = {"batches": len(report.steps), "policy_version": version, "first_loss": first, "last_loss": last}
-        counts = {"demonstrations": report.num_demonstrations, "answers": report.num_answers}
-        typer.echo(_json({**facts, **counts, "tokens": report.num_tokens, "losses": report.losses}))
-    else:
-        typer.echo(f"policy version {version}: cross-entropy {first:.3f} in the first batch, {last:.3f} in the last")
 
 
 # ---- the program of `agentjet run`: its files, its code versions, and its reward -------------------------------------

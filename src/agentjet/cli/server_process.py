@@ -27,6 +27,7 @@ import uvicorn
 from agentjet import __version__
 from agentjet.cli import LOOK_SECONDS, ProgressLine
 from agentjet.cli.checkpoints import METRICS
+from agentjet.client.report import given_text
 from agentjet.client.threads import exit_with_parent
 from agentjet.compute.backend import ProcessCompute
 from agentjet.config import ServeConfig, ServerConfig, check_models, server_token
@@ -216,10 +217,9 @@ async def _print_new_steps(gateway: Gateway) -> None:
         # The first batch's time includes the wait for the first client.
         speed = "" if is_first else f"  {metrics.get('perf/tokens_per_second', 0.0):.0f} tokens/s"
         is_first = False
-        supervised = [value for name, value in metrics.items() if name.endswith("policy/cross_entropy")]
         own = ", ".join(f"{policy} {metrics.get(f'{policy}/reward/mean', 0.0):.3f}" for policy in gateway.hosted.names)
         reward = f"{metrics.get('reward/mean', 0.0):.3f}" + (f" ({own})" if own else "")
-        result = f"cross-entropy {supervised[0]:.3f}" if supervised else f"reward {reward}"
+        result = given_text(metrics) or f"reward {reward}"
         _print(f"{_of(gateway)}step {event.body['policy_version']}  {result}{speed}")
 
 

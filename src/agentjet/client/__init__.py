@@ -20,6 +20,7 @@ from agentjet.client.report import (
 )
 from agentjet.client.rollout import Agent, AgentFailing
 from agentjet.client.swarm_client import AsyncSwarm, Swarm
+from agentjet.client.teacher import Collected, TeacherFailed
 from agentjet.client.training import SftReport
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "AsyncEpisode",
     "AsyncSwarm",
     "CodeChange",
+    "Collected",
     "Command",
     "CommandFailed",
     "Endpoint",
@@ -43,6 +45,7 @@ __all__ = [
     "SftReport",
     "Step",
     "Swarm",
+    "TeacherFailed",
     "TrainReport",
     "pass_at_k",
     "wilson_interval",

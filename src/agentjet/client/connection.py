@@ -32,7 +32,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
 
@@ -325,6 +325,9 @@ class ForeignAnswer(httpx.TransportError):
 class Connection:
     """One client's connection to a server. Belongs to the event loop that first used it."""
 
+    prefix: ClassVar[str] = PREFIX
+    """The path of the API, below the address."""
+
     def __init__(
         self, settings: ClientSettings, *, retry: Retry, transport: httpx.AsyncBaseTransport | None = None
     ) -> None:
@@ -368,7 +371,7 @@ class Connection:
         method: str,
         path: str,
         *,
-        body: BaseModel | None = None,
+        body: BaseModel | Mapping[str, Any] | None = None,
         key: str | None = None,
         patience: float | None = None,
         server_wait: float = 0.0,
@@ -387,7 +390,7 @@ class Connection:
         num_refused = num_lost = 0
         patience = retry.patience if patience is None else patience
         headers = {"Idempotency-Key": key or uuid.uuid4().hex} if method == "POST" else {}
-        payload = body.model_dump(mode="json") if body is not None else None
+        payload = body.model_dump(mode="json") if isinstance(body, BaseModel) else body
         task = asyncio.current_task()
         assert task is not None, "a coroutine runs in a task"
         address = self.settings.server_url if path.startswith("/runs") else self.settings.url
@@ -395,7 +398,11 @@ class Connection:
         while True:
             try:
                 response = await self._http.request(
-                    method, address + PREFIX + path, json=payload, headers=headers, timeout=retry.timeout + server_wait
+                    method,
+                    address + self.prefix + path,
+                    json=payload,
+                    headers=headers,
+                    timeout=retry.timeout + server_wait,
                 )
                 answer = _decoded(response) if response.is_success else None
                 self._answered, answered, num_lost = True, retry.clock(), 0

@@ -73,6 +73,12 @@ class TaskList(tuple[Task, ...]):
         return f"{len(self)} task{'' if len(self) == 1 else 's'}, {digest}"
 
 
+def task_digest(task: Task) -> str:
+    """A digest of a task: its identity, and its payload if that is JSON."""
+    facts = [task.task_set, task.id, payload_digest(task.payload, _kind).hex()]
+    return hashlib.blake2b(json.dumps(facts).encode(), digest_size=8).hexdigest()
+
+
 def listed_tasks(tasks: Iterable[Task]) -> TaskList:
     """The tasks of a run. Raises `ValueError` if there are none, or for a wrong one."""
     if not (listed := checked_tasks(tasks, "tasks")):

@@ -192,9 +192,26 @@ class Step:
     metrics: Mapping[str, float]
 
 
-def cross_entropy(metrics: Mapping[str, float]) -> float:
-    """The cross-entropy of a batch of demonstrations, of whichever policy has it; NaN for another batch."""
-    return next((value for name, value in metrics.items() if name.endswith("policy/cross_entropy")), math.nan)
+GIVEN = {"policy/cross_entropy": "cross-entropy", "dpo/loss": "loss", "kto/loss": "loss"}
+"""The losses of given answers by their metric. That of a policy has its name in front."""
+ACCURACIES = ("dpo/accuracy", "kto/accuracy")
+
+
+def given_loss(metrics: Mapping[str, float]) -> float:
+    """The loss of a batch of demonstrations, of whichever policy has it; NaN for another batch."""
+    return next((value for name, value in metrics.items() if name.endswith(tuple(GIVEN))), math.nan)
+
+
+def accuracy_of(metrics: Mapping[str, float]) -> float:
+    """The part of the preferences that the policy has, of `dpo` and `kto`; NaN for another batch."""
+    return next((value for name, value in metrics.items() if name.endswith(ACCURACIES)), math.nan)
+
+
+def given_text(metrics: Mapping[str, float]) -> str:
+    """The loss of a batch of demonstrations with its name, and the accuracy; empty for another batch."""
+    names = {**GIVEN, **dict.fromkeys(ACCURACIES, "accuracy")}
+    shown = {names[end]: value for end in names for name, value in metrics.items() if name.endswith(end)}
+    return "  ".join(f"{name} {value:.3f}" for name, value in shown.items())
 
 
 class Progress:
@@ -217,8 +234,7 @@ class Progress:
         """A batch was learned."""
         names = {"reward": "reward/mean"} | {policy: f"{policy}/reward/mean" for policy in self.policies}
         parts = [f"{name} {metrics[metric]:.3f}" for name, metric in names.items() if metric in metrics]
-        if not math.isnan(supervised := cross_entropy(metrics)):
-            parts.append(f"cross-entropy {supervised:.3f}")
+        parts += filter(None, [given_text(metrics)])
         # The first batch's time includes the server's idle time before this client began.
         if self._done and "perf/tokens_per_second" in metrics:
             parts.append(f"{metrics['perf/tokens_per_second']:.0f} tokens/s")

@@ -11,6 +11,7 @@ import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import wraps
+from pathlib import Path
 from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar, Unpack
 from urllib.parse import quote
 
@@ -20,6 +21,7 @@ from pydantic import BaseModel, TypeAdapter
 from agentjet import protocol
 from agentjet.client.agent_source import AgentSource, AgentVersion, ModuleSource
 from agentjet.client.connection import Connection, Retry, load_settings, reach_directly
+from agentjet.client.demonstrations import Example, checked_demonstrations, recipe_name
 from agentjet.client.episode import (
     AsyncEpisode,
     Endpoint,
@@ -46,6 +48,7 @@ from agentjet.client.inputs import (
 from agentjet.client.live_reload import first_version
 from agentjet.client.report import EvalReport, TrainReport
 from agentjet.client.rollout import Agent, RolloutSpec, TaskStream
+from agentjet.client.teacher import Collected, CollectedFile, collect
 from agentjet.client.threads import LoopThread, raise_on_signals
 from agentjet.client.training import (
     CHECKPOINT_WAIT,
@@ -56,14 +59,13 @@ from agentjet.client.training import (
     SftTraining,
     Training,
     check_held_out,
-    checked_demonstrations,
     pin_policy_version,
     record_if_possible,
     record_score,
     run_evaluation,
     trained_held_out,
 )
-from agentjet.errors import AgentJetError
+from agentjet.errors import AgentJetError, ConfigError
 from agentjet.protocol import EpisodeFilters, EpisodeView, Event
 from agentjet.types import DEFAULT_RUN, Mode, Task
 
@@ -307,7 +309,7 @@ class AsyncSwarm:
 
     async def sft(
         self,
-        demonstrations: Iterable[Mapping[str, Any] | protocol.DemonstrationBody],
+        demonstrations: Iterable[Mapping[str, Any] | protocol.DemonstrationBody | Example],
         *,
         epochs: int = 1,
         batch_size: int = 16,
@@ -315,19 +317,70 @@ class AsyncSwarm:
         policy: str = "",
         seed: int = 0,
         progress: bool = True,
+        recipe: str | Mapping[str, Any] = "",
     ) -> SftReport:
-        """Train a policy on conversations with given answers: supervised fine-tuning.
+        """Train a policy on conversations with given answers: supervised fine-tuning, or preferences.
 
         Each demonstration has `messages` in OpenAI's chat format, and perhaps `tools`. All assistant messages are
         learned, except those with `"weight": 0`. Each batch of `batch_size` demonstrations is one policy version.
         `lr` is a constant learning rate; by default that of the job applies. All demonstrations are checked first.
         Training episodes of other clients that become older than `job.max_staleness` are dropped as `stale`.
 
+        `recipe` is `sft`, `dpo` or `kto`, or a table with `name` and parameters. With `dpo` each demonstration has a
+        prompt in `messages`, and the answers `chosen` and `rejected`; with `kto` a `completion` and its `label`. The
+        forms are those of TRL: see docs/warm-starts.md.
+
         Raises `ValueError` or `InvalidRequest` for a wrong demonstration, before anything is learned. Raises
         `InvalidRequest` if the job ends before the batches, and `Conflict` if the engine is stopped or has failed.
         """
-        given = checked_demonstrations(demonstrations)
-        return await SftTraining(self.connection, given, epochs, batch_size, lr, policy, seed, progress).run()
+        given = checked_demonstrations(demonstrations, recipe_name(recipe))
+        return await SftTraining(self.connection, given, epochs, batch_size, lr, policy, seed, progress, recipe).run()
+
+    async def collect(
+        self,
+        agent: Agent,
+        tasks: Iterable[Task],
+        teacher: Endpoint,
+        file: str | Path,
+        *,
+        keep: float = 1.0,
+        repeats: int = 1,
+        concurrency: int = 16,
+        progress: bool = True,
+    ) -> Collected:
+        """Run `agent` on every task `repeats` times with a stronger model instead of the policy, and write its answers
+        to `file` as demonstrations for `sft`.
+
+        Episodes with a reward of at least `keep` are kept; others go to the file with `.low` in its name. An episode in
+        these files is not repeated, so an interrupted collection continues. The agent calls chat completions, with
+        `episode.base_url` and `episode.api_key`. The server of this client gets no requests.
+
+        A failed episode is attempted up to twice more, then left out. Raises `TeacherFailed` if the teacher is not
+        reachable, or refuses the key or the model; `AgentFailing` if the first episodes all fail. Raises `ConfigError`
+        if no episode of the file is kept.
+        """
+        check_agent(agent, repeats=repeats, concurrency=concurrency)
+        listed = listed_tasks(tasks)
+        check_commands(agent, listed)
+        collected_file = CollectedFile(Path(file), keep)
+        reach_directly("http://127.0.0.1")
+        try:
+            collected = await collect(
+                agent,
+                listed,
+                teacher,
+                collected_file,
+                self.episode_request("collected", mode="eval"),
+                repeats=repeats,
+                concurrency=concurrency,
+                progress=progress,
+                retry=self._retry,
+            )
+        except (AgentJetError, asyncio.CancelledError) as error:
+            raise error.with_traceback(None) from None
+        if not collected.file.num_kept:
+            raise ConfigError(f"there is nothing to learn: {collected.reasons}")
+        return collected
 
     # ---- the server -----------------------------------------------------------------------------------------------
 
@@ -633,6 +686,7 @@ class Swarm:
     train = blocking_run(AsyncSwarm.train)
     evaluate = blocking_run(AsyncSwarm.evaluate)
     sft = blocking_run(AsyncSwarm.sft)
+    collect = blocking_run(AsyncSwarm.collect)
     episodes = blocking(AsyncSwarm.episodes)
     episode_tree = blocking(AsyncSwarm.episode_tree)
     group = blocking(AsyncSwarm.group)

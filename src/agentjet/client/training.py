@@ -12,21 +12,20 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import math
 import random
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 from agentjet.client.agent_source import AgentSource, AgentVersion
 from agentjet.client.connection import Connection
+from agentjet.client.demonstrations import Example, recipe_name
 from agentjet.client.episode import ABORT_SECONDS, AsyncEpisode, begin_episode, close_groups, wait_for_end
-from agentjet.client.inputs import build_request, check_counts, payload_digest, pickled_or_itself, read_json_lines
+from agentjet.client.inputs import build_request, check_counts, payload_digest, pickled_or_itself
 from agentjet.client.live_reload import LiveReload
 from agentjet.client.report import (
     EpisodeResult,
@@ -35,9 +34,10 @@ from agentjet.client.report import (
     Progress,
     Step,
     TrainReport,
+    accuracy_of,
     best_of,
-    cross_entropy,
     first_line,
+    given_loss,
     html_of,
 )
 from agentjet.client.rollout import (
@@ -53,7 +53,7 @@ from agentjet.client.rollout import (
     not_needed,
     wait_for_first,
 )
-from agentjet.errors import AgentJetError, ConfigError, Conflict, InvalidRequest, Later
+from agentjet.errors import AgentJetError, Conflict, InvalidRequest, Later
 from agentjet.protocol import (
     REPORTED_BATCHES,
     BeginRequest,
@@ -107,9 +107,18 @@ async def pin_policy_version(
 
 
 async def run_evaluation(
-    start: StartRollout, tasks: Sequence[Task], *, repeats: int, concurrency: int, progress: bool, base: str = ""
+    start: StartRollout,
+    tasks: Sequence[Task],
+    *,
+    repeats: int,
+    concurrency: int,
+    progress: bool,
+    base: str = "",
+    title: str = "evaluating",
+    on_end: Callable[[RolloutSpec, EpisodeResult], None] = lambda spec, result: None,
 ) -> EvalReport:
-    """Run every task `repeats` times with the agent of `start`. `base` seeds the episodes.
+    """Run every task `repeats` times with the agent of `start`. `base` seeds the episodes. `on_end` is called with each
+    result.
 
     A failed episode is attempted up to twice more, then reported as aborted: it counts in no mean.
     """
@@ -117,7 +126,7 @@ async def run_evaluation(
     num = repeats * len(tasks)
     results: dict[int, EpisodeResult] = {}
     num_repeated = 0
-    shown = Progress("evaluating", num, wanted=progress, num_lines=4)
+    shown = Progress(title, num, wanted=progress, num_lines=4)
 
     def note(spec: RolloutSpec, result: EpisodeResult, last: bool) -> None:
         nonlocal num_repeated
@@ -125,6 +134,7 @@ async def run_evaluation(
         num_repeated += not last
         if last:
             results[spec.index] = result
+            on_end(spec, result)
 
     await Runner(start, note).run(RolloutQueue.once(tasks, repeats, base), min(concurrency, num))
     ordered = tuple(results[index] for index in sorted(results))
@@ -449,7 +459,6 @@ def target_version(status: StatusResponse, steps: int) -> int:
 
 TOKENISE_WAIT = 600.0
 """Seconds that the server may need to tokenise a batch, besides the usual limit of a request."""
-EXAMPLE = '{"messages": [{"role": "user", "content": "2 + 3"}, {"role": "assistant", "content": "5"}]}'
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -459,102 +468,44 @@ class SftReport:
     steps: tuple[Step, ...]
     """One for each batch that was learned."""
     num_demonstrations: int
+    """Demonstrations of `sft`; of other recipes lines, such as pairs."""
     num_answers: int
     num_tokens: int
     """Tokens of the answers in one epoch."""
     seconds: float
+    recipe: str = "sft"
+
+    @property
+    def loss_name(self) -> str:
+        return "cross-entropy" if self.recipe == "sft" else "loss"
 
     @property
     def losses(self) -> tuple[float, ...]:
-        """Mean cross-entropy per token of each batch, before the batch was learned."""
-        return tuple(cross_entropy(step.metrics) for step in self.steps)
+        """The loss of each batch before the batch was learned: of `sft` the mean cross-entropy per token."""
+        return tuple(given_loss(step.metrics) for step in self.steps)
+
+    @property
+    def accuracies(self) -> tuple[float, ...]:
+        """The part of each batch's preferences that the policy had before the batch was learned; NaN for `sft`."""
+        return tuple(accuracy_of(step.metrics) for step in self.steps)
+
+    @property
+    def ends(self) -> dict[str, tuple[float, float]]:
+        """The loss and the accuracy of the first and of the last batch, those that there are."""
+        figures = {self.loss_name: self.losses, "accuracy": self.accuracies} if self.steps else {}
+        return {name: (of[0], of[-1]) for name, of in figures.items() if not math.isnan(of[-1])}
 
     def __str__(self) -> str:
-        losses = f", cross-entropy {self.losses[0]:.3f} to {self.losses[-1]:.3f}" if self.steps else ""
-        return f"{len(self.steps)} batches of {self.num_demonstrations} demonstrations in {self.seconds:.0f} s{losses}"
+        shown = "".join(f", {name} {first:.3f} to {last:.3f}" for name, (first, last) in self.ends.items())
+        return f"{len(self.steps)} batches of {self.num_demonstrations} demonstrations in {self.seconds:.0f} s{shown}"
 
     def __repr__(self) -> str:
         return first_line(self)
 
     def _repr_html_(self) -> str:
-        """The report in a notebook, with the curve of the cross-entropy."""
+        """The report in a notebook, with the curve of the loss."""
         table = {"answers": self.num_answers, "tokens": self.num_tokens}
-        return html_of(str(self), table, self.losses, "cross-entropy of each batch")
-
-
-def read_demonstrations(path: Path) -> tuple[list[DemonstrationBody], set[str]]:
-    """Returns the demonstrations of a file of JSON lines, and the names of the keys that were ignored.
-
-    Raises `ConfigError` for a file that cannot be read, is empty, or has a wrong line.
-    """
-    found, ignored = list[DemonstrationBody](), set[str]()
-    for number, row in read_json_lines(path):
-        try:
-            found.append(demonstration(row, f"{path.name[-200:]}:{number}"))
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
-        ignored |= row.keys() - {"messages", "tools"}
-    if not found:
-        raise ConfigError(f"{path}: the file has no demonstrations")
-    return found, ignored
-
-
-def demonstration(line: Any, task_id: str) -> DemonstrationBody:
-    """Returns the demonstration of a dataset's line, whose further keys are ignored. Raises `ValueError`.
-
-    `tools`, and `arguments` of tool calls, may be JSON text or JSON values.
-    """
-    if not isinstance(line, Mapping) or not isinstance(line.get("messages"), list) or not line["messages"]:
-        raise ValueError(f"{task_id}: a demonstration is an object with messages, such as {EXAMPLE}")
-    tools = line.get("tools") or []
-    try:
-        tools = json.loads(tools) if isinstance(tools, str) else tools
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{task_id}: tools is text that is not JSON ({error})") from None
-    if not all(isinstance(one, Mapping) for one in line["messages"]):
-        raise ValueError(f"{task_id}: every message is an object with role and content, such as in {EXAMPLE}")
-    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise ValueError(f"{task_id}: tools is a list of tool definitions")
-    messages = [_openai_form(message) for message in line["messages"]]
-    try:
-        json.dumps([messages, tools], ensure_ascii=False, default=str).encode()
-    except UnicodeEncodeError as error:
-        half = ascii(error.object[error.start])
-        raise ValueError(f"{task_id}: {half} is half of a character, which UTF-8 cannot encode") from None
-    except RecursionError:
-        raise ValueError(f"{task_id}: the messages or tools are nested too deeply for JSON") from None
-    return DemonstrationBody(task_id=task_id, messages=messages, tools=tools)
-
-
-def _openai_form(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a message whose tool calls have ids, and arguments as JSON text. Hugging Face data sets omit the ids."""
-    calls = message.get("tool_calls")
-    known = {key: value for key, value in message.items() if value is not None}
-    if message.get("role") == "tool":
-        known.setdefault("tool_call_id", "")
-    if not isinstance(calls, list):
-        return known
-    return known | {"tool_calls": [_with_text_arguments(call) for call in calls]}
-
-
-def _with_text_arguments(call: Any) -> Any:
-    if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
-        return call
-    function = dict(call["function"])
-    if not isinstance(function.get("arguments", ""), str):
-        function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
-    return {"id": "", **call, "function": function}
-
-
-def checked_demonstrations(given: Iterable[Mapping[str, Any] | DemonstrationBody]) -> list[DemonstrationBody]:
-    """Returns the demonstrations. Raises `ValueError` for a wrong one, or if there is none."""
-    found = [
-        one if isinstance(one, DemonstrationBody) else demonstration(one, f"demonstration-{number}")
-        for number, one in enumerate(given, 1)
-    ]
-    if not found:
-        raise ValueError("there are no demonstrations: give objects with messages")
-    return found
+        return html_of(str(self), table, self.losses, f"{self.loss_name} of each batch")
 
 
 @dataclass
@@ -562,13 +513,14 @@ class SftTraining:
     """The arguments of one `sft` call."""
 
     connection: Connection
-    demonstrations: Sequence[DemonstrationBody]
+    examples: Sequence[Example]
     epochs: int
     batch_size: int
     lr: float | None
     policy: str
     seed: int
     progress: bool
+    recipe: str | Mapping[str, Any] = ""
 
     def __post_init__(self) -> None:
         """Raises `ValueError` for an argument out of range."""
@@ -583,9 +535,9 @@ class SftTraining:
         status = await self.connection.status()
         target_version(status, len(batches))
         shown = Progress("sft", len(batches), wanted=self.progress)
-        checked = [await self._send(part, check_only=True) for part in self._parts(self.demonstrations)]
+        checked = [await self._send(part, check_only=True) for part in self._parts(self.examples)]
         num_tokens = sum(part.num_tokens for part in checked)
-        shown.notify(f"{len(self.demonstrations)} demonstrations with {num_tokens} tokens of answers")
+        shown.notify(f"{len(self.examples)} demonstrations with {num_tokens} tokens of answers")
         steps: list[Step] = []
         async with aclosing(self.connection.events(after=status.last_event)) as events:
             for part in batches:
@@ -595,31 +547,34 @@ class SftTraining:
                 shown.step(steps[-1].metrics)
         return SftReport(
             steps=tuple(steps),
-            num_demonstrations=len(self.demonstrations),
+            num_demonstrations=len(self.examples),
             num_answers=sum(part.num_answers for part in checked),
             num_tokens=num_tokens,
             seconds=time.monotonic() - started,
+            recipe=recipe_name(self.recipe),
         )
 
-    def _batches(self) -> list[Sequence[DemonstrationBody]]:
+    def _batches(self) -> list[list[DemonstrationBody]]:
         """The batches of all epochs. Each epoch has another order, which depends on the seed only."""
-        found: list[Sequence[DemonstrationBody]] = []
+        found: list[list[DemonstrationBody]] = []
         for epoch in range(self.epochs):
-            order = list(self.demonstrations)
+            order = list(self.examples)
             random.Random(f"{self.seed}/{epoch}").shuffle(order)
             found += self._parts(order)
         return found
 
-    def _parts(self, demonstrations: Sequence[DemonstrationBody]) -> list[Sequence[DemonstrationBody]]:
+    def _parts(self, examples: Sequence[Example]) -> list[list[DemonstrationBody]]:
         size = self.batch_size
-        return [demonstrations[at : at + size] for at in range(0, len(demonstrations), size)]
+        parts = (examples[at : at + size] for at in range(0, len(examples), size))
+        return [list(itertools.chain(*part)) for part in parts]
 
-    async def _send(self, part: Sequence[DemonstrationBody], *, check_only: bool = False) -> SftResponse:
+    async def _send(self, part: list[DemonstrationBody], *, check_only: bool = False) -> SftResponse:
         body = build_request(
             SftRequest,
-            demonstrations=list(part),
+            demonstrations=part,
             policy=self.policy,
             lr=self.lr,
+            recipe=self.recipe,
             check_only=check_only,
             client_id=self.connection.settings.client_id,
         )

@@ -553,6 +553,8 @@ class PolicyLearner:
             ROUTE_MISMATCH: max(1.0, totals.pop(REPEATED, 0.0)),
         }
         hooks.check_loss(recipe, totals.pop(NOT_FINITE, 0.0), weighted)
+        if np.isnan(weighted["logprob"]).all():  # Given answers: nothing sampled them.
+            del totals[MISMATCH]
         return {name: total / counts.get(name, forest.num_targets) for name, total in totals.items()}
 
     def _of_batch(self, forest: Forest, names: Sequence[str], max_tokens: int) -> dict[str, NDArray[np.floating[Any]]]:

@@ -6,10 +6,10 @@ The docstring of a field is its description in `docs/settings.md`, which `make d
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -197,17 +197,32 @@ class JobConfig(Section):
     def optimizer_of(self, policy: str) -> OptimizerConfig:
         return self.optimizers.get(policy, self.optimizer)
 
-    def for_demonstrations(self, lr: float | None = None, policy: str = SOLE_POLICY) -> Self:
+    def for_demonstrations(
+        self, lr: float | None = None, policy: str = SOLE_POLICY, recipe: str | Mapping[str, Any] = ""
+    ) -> Self:
         """Returns the settings of a batch of demonstrations for a policy.
 
-        With `lr`, the policy has this constant learning rate. Others keep theirs.
+        With `lr`, the policy has this constant learning rate. Others keep theirs. `recipe` is that of the request: see
+        `SftRequest`. Raises `ValueError` if it cannot learn from given answers.
         """
-        recipe = self.recipe if self.recipe.only_given else registry.make_recipe("sft")
+        chosen = self._of_demonstrations(recipe)
         if lr is None:
-            return self.model_copy(update={"recipe": recipe})
+            return self.model_copy(update={"recipe": chosen})
         constant = {"lr": lr, "schedule": "constant", "warmup_steps": 0}
         optimizers = {**self.optimizers, policy: self.optimizer_of(policy).model_copy(update=constant)}
-        return self.model_copy(update={"recipe": recipe, "optimizers": optimizers})
+        return self.model_copy(update={"recipe": chosen, "optimizers": optimizers})
+
+    def _of_demonstrations(self, given: str | Mapping[str, Any]) -> Recipe:
+        if not given or given == self.recipe.name:
+            recipe = self.recipe if given or self.recipe.only_given else registry.make_recipe("sft")
+        else:
+            recipe = registry.make_recipe(given)
+        if not recipe.takes_given and not recipe.only_given:
+            raise ValueError(
+                f"recipe = {recipe.name!r}: it learns from sampled answers, and demonstrations are given ones; "
+                "use sft, dpo or kto"
+            )
+        return recipe
 
     @field_validator("recipe", mode="before")
     @classmethod

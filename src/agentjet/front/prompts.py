@@ -421,6 +421,8 @@ class Demonstration:
     task_id: str
     conversation: Conversation
     learned: frozenset[int]
+    reward: float | None = None
+    group: str = ""
 
 
 def answer_all(
@@ -455,7 +457,7 @@ def _answer(
         call = call if i in given.learned else replace(call, untrained=CONTEXT_ONLY)
         tree.add(call, suffix, completion)
         calls.append((call, suffix, completion))
-    return Answered(given.task_id, tuple(calls))
+    return Answered(given.task_id, tuple(calls), given.reward, given.group)
 
 
 def _call(

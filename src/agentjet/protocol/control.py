@@ -169,14 +169,20 @@ class ExportRequest(Request):
 
 
 class DemonstrationBody(Request):
-    """A conversation with given answers, in OpenAI's chat format. Every assistant message is learned by supervised
-    fine-tuning, except those with `"weight": 0`."""
+    """A conversation with given answers, in OpenAI's chat format. Every assistant message is learned, except those with
+    `"weight": 0`."""
 
     task_id: Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
     """Name of the demonstration in errors and in the list of episodes, such as `answers.jsonl:12`."""
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
     tools: list[dict[str, Any]] = Field([])
     """The tools on offer. They are part of the prompt."""
+    reward: Finite | None = None
+    """Reward of the answers, for a recipe that compares them: of `dpo`, the preferred answer has the higher one; of
+    `kto`, a good one is above 0. null: none."""
+    group: Annotated[str, Field(max_length=MAX_NAME)] = ""
+    """Demonstrations of the request with the same name are one group, such as the two answers of a pair. Empty: it is a
+    group by itself."""
 
 
 class SftRequest(Request):
@@ -188,6 +194,10 @@ class SftRequest(Request):
     """The policy, if the run has several."""
     lr: Annotated[Finite, Field(gt=0)] | None = None
     """Constant learning rate of this batch. null: that of the job."""
+    recipe: str | dict[str, Any] = ""
+    """The recipe of this batch: `sft`, `dpo`, `kto`, or a table with `name` and parameters. A name alone takes the
+    parameters of the job if its recipe has this name. Empty: the recipe of the job if it learns from given answers
+    only, else `sft`."""
     check_only: bool = False
     """Check the demonstrations and count their tokens. Nothing is learned."""
     client_id: Annotated[str, Field(min_length=1, max_length=128)] = "anonymous"

@@ -21,7 +21,7 @@ from pydantic import Field
 
 from agentjet.recipes.losses import CrossEntropy, token_weights
 from agentjet.recipes.policy_gradient import FloatArray, Outputs, OwnLoss, PolicyGradient, facts_of
-from agentjet.recipes.recipe import Need, Recipe
+from agentjet.recipes.recipe import Given, Need, Recipe
 from agentjet.recipes.rewards import surprises
 from agentjet.timeline.batch import TrainingBatch
 from agentjet.timeline.forest import Forest
@@ -48,6 +48,7 @@ class Sft(Recipe):
     """Mean over the tokens of the batch, or mean over demonstrations of their token means."""
 
     only_given: ClassVar[bool] = True
+    takes_given: ClassVar[Given] = "alone"
 
     @property
     def reads(self) -> tuple[str, ...]:

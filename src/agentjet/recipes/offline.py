@@ -6,9 +6,10 @@
 | the advantage, and a squared log-ratio | `dro` |
 | the squared distance between log-ratio and advantage | `oapl`, of sequences; `direct_advantage`, of turns |
 | the logistic loss of two sequences' log-ratios | `dpo` |
+| the logistic function of one sequence's log-ratio | `kto`, of given answers |
 
-The log-ratio is log(policy / sampling policy); in `direct_advantage` and `dpo` it is that to the reference. Letters of
-shapes: G members of a group, E episodes, R roles, S sequences, P pairs.
+The log-ratio is log(policy / sampling policy); in `direct_advantage`, `dpo` and `kto` it is that to the reference.
+Letters of shapes: G members of a group, E episodes, R roles, S sequences, P pairs.
 """
 
 from __future__ import annotations
@@ -23,8 +24,16 @@ from pydantic import Field, model_validator
 
 from agentjet.recipes.baselines import Grpo
 from agentjet.recipes.losses import PolicyLoss, sequence_mean
-from agentjet.recipes.policy_gradient import Comparison, FloatArray, Outputs, OwnLoss, PolicyGradient, facts_of
-from agentjet.recipes.recipe import Need, Recipe
+from agentjet.recipes.policy_gradient import (
+    Comparison,
+    FloatArray,
+    Outputs,
+    OwnLoss,
+    PolicyGradient,
+    compared_rewards,
+    facts_of,
+)
+from agentjet.recipes.recipe import Given, Need, Recipe
 from agentjet.timeline.batch import Facts, TrainingBatch
 from agentjet.timeline.forest import Forest, select
 
@@ -218,34 +227,21 @@ class DirectAdvantage(PolicyGradient):
         return select(forest.with_columns(advantage=advantage), self._counting(batch, advantage)), metrics
 
 
-class Dpo(Recipe):
-    """DPO: preferences between the episodes of a group, from their rewards.
+class Preference(Recipe):
+    """The base of losses of each sequence's log-ratio u, the sum over its tokens of log(policy / reference).
 
-        L = -log sigmoid(beta * (u_w - u_l)),  u = sum over sampled tokens of log(policy / reference)
-
-    It is the mean over pairs (w, l) of one group and role with r_w - r_l >= margin, or of best against worst.
-    A pair needs a shared prefix: the same tokens before the first answer. The reference is version 0.
-
-    Source: arXiv 2305.18290. Confidence: after its formula.
-    Use: rewards that only rank, such as a judge's. One optimiser step a batch, because a step changes every margin.
-    Cost: two more forward passes, of the present weights and of the reference; no backward for episodes without a pair.
+    `columns` computes the derivative of the loss by each u from the weights before the batch, so a batch is one step.
     """
 
-    name: str = "dpo"
     beta: float = Field(0.1, gt=0)
     """Strength of the reference. Large values keep the policy near it."""
-    pairs: Literal["best_worst", "all"] = "best_worst"
-    """Pairs of a group: its best episode against its worst, or every two with the margin between their rewards."""
-    margin: float = Field(0.0, ge=0)
-    """Smallest difference between the rewards of a pair. Equal rewards are never a pair."""
-
-    smallest_group: ClassVar[int] = 2
 
     @model_validator(mode="after")
     def _one_step(self) -> Self:
         for key in ("epochs", "mini_batches"):
             if (value := getattr(self, key)) != 1:
-                raise ValueError(f"{key} = {value}: dpo does one optimiser step a batch, on whole pairs; set it to 1")
+                why = f"{self.name} does one optimiser step a batch, because a step changes every log-ratio"
+                raise ValueError(f"{key} = {value}: {why}; set it to 1")
         return self
 
     @property
@@ -256,13 +252,54 @@ class Dpo(Recipe):
     def reads(self) -> tuple[str, ...]:
         return ("advantage",)
 
+    def ratios(self, forest: Forest, outputs: Outputs) -> FloatArray:
+        """Returns the log-ratio [S] of each sequence."""
+        return np.asarray(
+            np.bincount(forest["sequence"], outputs["proximal"].astype(np.float64) - outputs["reference"])
+        )
+
+    def pulled(self, forest: Forest, pull_S: FloatArray) -> Forest:
+        """Returns the targets with a gradient. Their advantage is the derivative of the loss by u, negated."""
+        pull = pull_S[forest["sequence"]]
+        return select(forest.with_columns(advantage=pull), pull != 0)
+
+    def weights(self, forest: Forest) -> NDArray[np.float32]:
+        return np.ones(forest.num_targets, np.float32)
+
+    def token_loss(self, logp: Tensor, columns: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        return -columns["advantage"] * logp, {}
+
+
+class Dpo(Preference):
+    """DPO: preferences between the episodes of a group, from their rewards, or between given answers.
+
+        L = -log sigmoid(beta * (u_w - u_l)),  u = sum over the answers' tokens of log(policy / reference)
+
+    It is the mean over pairs (w, l) of one group and role with r_w - r_l >= margin, or of best against worst.
+    A pair needs a shared prefix: the same tokens before the first answer. The reference is version 0.
+
+    Source: arXiv 2305.18290. Confidence: after its formula.
+    Use: rewards that only rank, such as a judge's, and files of preferences: `agentjet sft FILE --recipe dpo`. One
+    optimiser step a batch, because a step changes every margin.
+    Cost: two more forward passes, of the present weights and of the reference; no backward for episodes without a pair.
+    """
+
+    name: str = "dpo"
+    pairs: Literal["best_worst", "all"] = "best_worst"
+    """Pairs of a group: its best episode against its worst, or every two with the margin between their rewards."""
+    margin: float = Field(0.0, ge=0)
+    """Smallest difference between the rewards of a pair. Equal rewards are never a pair."""
+
+    smallest_group: ClassVar[int] = 2
+    takes_given: ClassVar[Given] = "compared"
+
     def columns(self, batch: TrainingBatch, outputs: Outputs) -> tuple[Forest, dict[str, float]]:
         """Adds the derivative of the loss by each token's log-probability, negated, as the advantage."""
         forest, facts = batch.forest, facts_of(batch)
         if not forest.num_targets:
             return forest, {}
         call, sequence = forest["call"], forest["sequence"]
-        ratio_S = np.bincount(sequence, outputs["proximal"].astype(np.float64) - outputs["reference"])
+        ratio_S = self.ratios(forest, outputs)
         start_S = forest.parent[forest.node[np.unique(sequence, return_index=True)[1]]]
         sequence_ER = np.full(facts.spoke.shape, -1)
         sequence_ER[facts.call_episode[call], facts.call_role[call]] = sequence
@@ -279,7 +316,8 @@ class Dpo(Recipe):
         if len(margin_P):
             loss, right = np.logaddexp(0.0, -margin_P), margin_P > 0
             metrics |= {"dpo/loss": float(loss.mean()), "dpo/accuracy": float(right.mean())}
-        return select(forest.with_columns(advantage=pull_S[sequence]), pull_S[sequence] != 0), metrics
+            metrics["dpo/margin"] = float(margin_P.mean())
+        return self.pulled(forest, np.asarray(pull_S)), metrics
 
     def pairs_of(self, rewards_G: FloatArray) -> Iterator[tuple[int, int]]:
         """Yields the pairs (better, worse) of members of a group."""
@@ -288,8 +326,50 @@ class Dpo(Recipe):
             if (gap := rewards_G[better] - rewards_G[worse]) > 0 and gap >= self.margin:
                 yield better, worse
 
-    def weights(self, forest: Forest) -> NDArray[np.float32]:
-        return np.ones(forest.num_targets, np.float32)
 
-    def token_loss(self, logp: Tensor, columns: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        return -columns["advantage"] * logp, {}
+class Kto(Preference):
+    """KTO: given answers that are good or bad, each by itself; no pairs.
+
+        good: L = good_weight * (1 - sigmoid(beta * (u - z))),  bad: L = bad_weight * (1 - sigmoid(beta * (z - u)))
+        z = max(0, mean of u over mismatched answers), without gradient
+
+    It is the mean over the answers with a reward: good above 0. Answers without a reward are the mismatched ones, each
+    to the prompt of another: they estimate the divergence from the reference, and are not learned.
+
+    Source: arXiv 2402.01306, in the form of github.com/huggingface/trl at 000d5d8. Confidence: after its formula.
+    Use: files of answers with a label each: `agentjet sft FILE --recipe kto`, which adds the mismatched answers. With
+    unequal numbers of good and bad answers, weights that make their products with the numbers about equal.
+    Cost: as DPO: two more forward passes; none backward for mismatched answers.
+    """
+
+    name: str = "kto"
+    good_weight: float = Field(1.0, ge=0)
+    """Weight of good answers, `desirable_weight` in TRL."""
+    bad_weight: float = Field(1.0, ge=0)
+    """Weight of bad answers, `undesirable_weight` in TRL."""
+
+    only_given: ClassVar[bool] = True
+    takes_given: ClassVar[Given] = "scored"
+
+    def columns(self, batch: TrainingBatch, outputs: Outputs) -> tuple[Forest, dict[str, float]]:
+        """Adds the derivative of the loss by each token's log-probability, negated, as the advantage."""
+        forest, facts = batch.forest, facts_of(batch)
+        if not forest.num_targets:
+            return forest, {}
+        call = forest["call"][np.unique(forest["sequence"], return_index=True)[1]]
+        reward_S = compared_rewards(facts)[facts.call_episode[call], facts.call_role[call]]
+        ratio_S, is_scored_S, is_good_S = self.ratios(forest, outputs), ~np.isnan(reward_S), reward_S > 0
+        mismatched = ratio_S[~is_scored_S]
+        kl = max(0.0, float(mismatched.mean())) if len(mismatched) else 0.0
+        margin_S = self.beta * np.where(is_good_S, ratio_S - kl, kl - ratio_S)
+        right_S, wrong_S = np.exp(-np.logaddexp(0.0, -margin_S)), np.exp(-np.logaddexp(0.0, margin_S))
+        weight_S = np.where(is_good_S, self.good_weight, self.bad_weight) * is_scored_S / max(1, is_scored_S.sum())
+        pull_S = self.beta * weight_S * np.where(is_good_S, 1.0, -1.0) * right_S * wrong_S
+        metrics = {"kto/kl": kl, "kto/answers": float(is_scored_S.sum())}
+        if is_scored_S.any():
+            metrics |= {"kto/loss": float((weight_S * wrong_S).sum())}
+            metrics |= {"kto/accuracy": float((margin_S > 0)[is_scored_S].mean())}
+        good, bad = (self.beta * ratio_S[is_scored_S & of] for of in (is_good_S, ~is_good_S))
+        if len(good) and len(bad):
+            metrics["kto/margin"] = float(good.mean() - bad.mean())
+        return self.pulled(forest, pull_S), metrics

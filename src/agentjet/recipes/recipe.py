@@ -48,6 +48,11 @@ of the model in the folder `Recipe.teacher_folder`. `entropy`: entropies of the 
 the batch give, each over the set of its token."""
 
 
+Given = Literal["", "alone", "scored", "compared"]
+"""Given answers without rewards, each with a reward, or in groups with different rewards. Empty: none, because given
+answers lack the probabilities of a sampling policy."""
+
+
 class ValueHeads(NamedTuple):
     """Linear heads on the policy's last hidden states. Each predicts a value before each target is sampled."""
 
@@ -130,6 +135,8 @@ class Recipe(Component):
     """True if episodes that end without rewards of calls (`by_turn`, `by_call`) are refused."""
     only_given: ClassVar[bool] = False
     """True if it learns from given answers only (demonstrations): training episodes are refused."""
+    takes_given: ClassVar[Given] = ""
+    """The given answers (demonstrations) that it learns from if a request names it."""
     smallest_group: ClassVar[int] = 1
     """Smallest `job.group_size` that has a training signal."""
     chooses_task_sets: ClassVar[bool] = False

@@ -28,7 +28,7 @@ CHAPTERS = {
     "rewards": "alp craft_gui duration_aware gdpo hc_grpo rapo rlsp single_stream",
     "sampling": "dart pass_rate rapo_pruning scaling_inter staged task_temperature",
     "imitation": "digirl_curriculum distill rft sft",
-    "offline": "awr direct_advantage dpo dro oapl",
+    "offline": "awr direct_advantage dpo dro kto oapl",
 }
 """The families: the names of the built-in recipes, by the module of this package that defines them."""
 BUILT_IN = {name: chapter for chapter, names in CHAPTERS.items() for name in names.split()}

@@ -49,6 +49,7 @@ from agentjet.server.run_policies import EnginePhase, PolicyVersions, RunPolicie
 from agentjet.server.ticks import EventPages, SharedAnswers, Ticks
 from agentjet.server.training import Engine, TrainingLoop
 from agentjet.swarm import EpisodeRecord, Journal, SwarmState
+from agentjet.swarm.batches import check_rewards
 from agentjet.swarm.groups import AnsweredRollout, RolloutNeeded
 from agentjet.swarm.state import Host
 from agentjet.types import DEFAULT_RUN, JOURNAL
@@ -315,11 +316,13 @@ class Gateway:
         role = policy if self.hosted.names else ""
         if self.phase.state in NOT_SERVING:
             raise self.phase.refusal()
+        recipe = self.swarm.job_of(request, policy).recipe
         await self.engine.wait_until_up()
         renderer = self.hosted.renderers[policy]
         size = sum(num_characters(one.conversation) for one in given)
         await offload(size, request.digest)
         answered = await offload(size, answer_all, renderer, given, role, self.swarm.job.history, self._clock())
+        check_rewards(recipe, answered)
         trained = [call for one in answered for call, *_ in one.calls if not call.untrained]
         committed = self.swarm.demonstrated(request, idempotency_key)
         if committed is None and not request.check_only:

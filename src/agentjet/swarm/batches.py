@@ -18,8 +18,9 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from agentjet.config import JobConfig
-from agentjet.errors import CheckpointError, ConfigError, Conflict, Later
+from agentjet.errors import CheckpointError, ConfigError, Conflict, InvalidRequest, Later
 from agentjet.protocol import SftRequest
+from agentjet.recipes.recipe import Recipe
 from agentjet.swarm import facts
 from agentjet.swarm.groups import STALE, SURPLUS, GroupRules
 from agentjet.swarm.journal import Journal, RecordedCall, encode_call
@@ -167,8 +168,8 @@ class Batches:
             yield self._journal.step(batch.id)
             return
         assert store.pending is not None and batch.id == store.pending.id, "batches are learned in order"
-        uniform = []
-        for group in () if batch.job.recipe.only_given else batch.groups:  # Their turns may be many.
+        uniform, is_given = [], facts.are_given([store.episodes[member] for member in batch.episode_ids])
+        for group in () if is_given else batch.groups:  # Their turns may be many.
             own, of_turns = [store.episodes[member] for member in group], batch.job.recipe.needs_call_rewards
             uniform.append(facts.is_uniform(self._journal, own, store.policies, of_turns=of_turns))
             yield {}
@@ -399,6 +400,9 @@ class Answered:
 
     task_id: str
     calls: tuple[RecordedCall, ...]
+    reward: float | None = None
+    """As in `DemonstrationBody`, like `group`."""
+    group: str = ""
 
 
 class Committed(NamedTuple):
@@ -423,8 +427,9 @@ def compose_demonstrations(
 ) -> Iterator[Committed | None]:
     """Commit demonstrations as the next batch, with the settings `job`, before any of them is learned.
 
-    Such an episode has no reward and is a group of one. Its batch takes the policies to the next version like any
-    other: the journal, the training loop and the replay do not distinguish them.
+    Such an episode is a group of one unless the request names a group. It has no reward, so that no mean counts it; the
+    reward of its answers is that of its calls. Its batch takes the policies to the next version like any other: the
+    journal, the training loop and the replay do not distinguish them.
 
     Works in slices and yields the batch at last: see `GroupCommit.in_slices`.
 
@@ -444,37 +449,68 @@ def compose_demonstrations(
             code="not_sampling",
             retry_after=RETRY_SECONDS,
         )
-    episode_ids = [new_episode_id(now) for _ in answered]
-    groups = tuple((episode_id,) for episode_id in episode_ids)
-    batch = Batch(store.policy_version, groups, job, composed=now, carry=store.carry)
+    named: dict[str, list[Answered]] = {}
+    for number, one in enumerate(answered):
+        named.setdefault(one.group or f"/{number}", []).append(one)
+    groups = {tuple(new_episode_id(now) for _ in members): members for members in named.values()}
+    batch = Batch(store.policy_version, tuple(groups), job, composed=now, carry=store.carry)
     with store.transaction():
         store.journal.add_batch(batch)
         store.pending = batch  # No other batch is composed between the slices.
     yield None
-    for episode_id, one in zip(episode_ids, answered, strict=True):
-        with store.transaction():
-            _record(store, request, one, episode_id, now)
-        yield None
+    for episode_ids, members in groups.items():
+        group = Group(
+            store.journal.num_groups + 1,
+            request.client_id,
+            members[0].group or members[0].task_id,
+            opened=now,
+            touched=now,
+            state="batched",
+        )
+        for episode_id, one in zip(episode_ids, members, strict=True):
+            with store.transaction():
+                _record(store, group, one, episode_id, now)
+            yield None
     with store.transaction():
         committed = Committed(batch.id, store.journal.last_event())
         store.remember(sft_scope(request), idempotency_key, request, f"{committed.batch} {committed.last_event}")
     yield committed
 
 
-def _record(store: Store, request: SftRequest, given: Answered, episode_id: str, now: float) -> None:
+def check_rewards(recipe: Recipe, answered: Sequence[Answered]) -> None:
+    """Raises `InvalidRequest` for demonstrations without the rewards that the recipe learns from."""
+    if recipe.takes_given == "scored" and all(one.reward is None for one in answered):
+        raise InvalidRequest(
+            f"no demonstration has a reward, and the recipe {recipe.name} learns from good and bad answers: give a "
+            "reward, above 0 for a good answer",
+            param="reward",
+        )
+    if recipe.takes_given != "compared":
+        return
+    rewards: dict[str, set[float | None]] = {}
+    for one in answered:
+        rewards.setdefault(one.group, set()).add(one.reward)
+    for one in answered:
+        if not one.group or len(rewards[one.group] - {None}) < 2:
+            raise InvalidRequest(
+                f"{one.task_id}: the recipe {recipe.name} compares answers, and no other one with the same group has "
+                "another reward: give a preferred and a rejected answer the same group and different rewards",
+                param="reward",
+            )
+
+
+def _record(store: Store, group: Group, given: Answered, episode_id: str, now: float) -> None:
     """Records a demonstration as an episode that has finished, with its calls."""
     version = store.policy_version
-    group = Group(
-        store.journal.num_groups + 1, request.client_id, given.task_id, opened=now, touched=now, state="batched"
-    )
     store.put_group(group)
+    trained = [call for call, *_ in given.calls if not call.untrained]
     episode = EpisodeRecord(
         id=episode_id,
         seq=store.journal.num_episodes + 1,
-        client_id=request.client_id,
+        client_id=group.client_id,
         task_id=given.task_id,
         task_set="",
-        group=given.task_id,
+        group=group.name,
         group_id=group.id,
         mode="train",
         policy_version=version,
@@ -482,7 +518,8 @@ def _record(store: Store, request: SftRequest, given: Answered, episode_id: str,
         status="finished",
         ended=now,
         num_calls=len(given.calls),
-        num_tokens=sum(len(call.completion) for call, *_ in given.calls if not call.untrained),
+        num_tokens=sum(len(call.completion) for call in trained),
+        call_rewards={} if given.reward is None else {call.id: given.reward for call in trained},
         oldest_version=version,
     )
     for call, suffix, completion in given.calls:

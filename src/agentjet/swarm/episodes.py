@@ -24,7 +24,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, Self
 
-from agentjet.config import JobConfig
+from agentjet.config import JobConfig, first_mistake
 from agentjet.errors import ConfigError, Conflict, InvalidRequest, Later, Unavailable, Unprocessable, did_you_mean
 from agentjet.protocol import (
     AbortRequest,
@@ -238,13 +238,20 @@ class SwarmState(Store):
         known = self.recall(sft_scope(request), idempotency_key, request)
         return None if known is None else Committed(*map(int, known.split()))
 
+    def job_of(self, request: SftRequest, policy: str) -> JobConfig:
+        """The settings of the batch of a request. Raises `Unprocessable` for a recipe of sampled answers."""
+        try:
+            return self.job.for_demonstrations(request.lr, policy, request.recipe)
+        except ValueError as error:
+            raise Unprocessable(first_mistake(error), code="invalid_setting", param="recipe") from None
+
     def demonstrate(
         self, request: SftRequest, answered: Sequence[Answered], policy: str, *, idempotency_key: str | None = None
     ) -> Iterator[Committed | None]:
         """See `compose_demonstrations`. `policy` learns. Raises `Later` (`not_sampling`) for a complete batch, too."""
         if self.batches.ready():
             raise Later("A complete batch is learned first.", code="not_sampling", retry_after=RETRY_SECONDS)
-        job = self.job.for_demonstrations(request.lr, policy)
+        job = self.job_of(request, policy)
         yield from compose_demonstrations(self, request, answered, job, self._clock(), idempotency_key)
 
     # ---- ends ----------------------------------------------------------------------------------------------

@@ -94,6 +94,8 @@ def build(
             for sequences in sequences_E
         ]
         rewards_E = [reward_of(episode, policy, policies) for episode in members_E]
+        if are_given(members_E):
+            rewards_E = [next(iter(episode.call_rewards.values()), None) for episode in members_E]
         named_E = [{role: r for role, r in episode.by_role.items() if role not in policies} for episode in members_E]
         facts = _facts(batch, members_E, rewards_E, named_E, own_E)
         forest = _forest(own_E)
@@ -339,6 +341,11 @@ def _rows(tree: ConversationTree, calls: Sequence[Call], routes: Mapping[str, by
     ]
 
 
+def are_given(members: Collection[EpisodeRecord]) -> bool:
+    """True for demonstrations: they finished without a reward. Their answers may have one."""
+    return all(member.reward is None for member in members)
+
+
 def episode_metrics(members: Sequence[EpisodeRecord], policies: Sequence[str]) -> dict[str, float]:
     """Means over a batch's episodes; `agent/...` are the metrics that clients sent with their rewards, `rollout/...`
     the choices of the recipe.
@@ -411,7 +418,7 @@ def share_metrics(batch: Batch, episodes: Mapping[str, EpisodeRecord], uniform: 
     """
     groups = Counter(episodes[group[0]].task_set for group in batch.groups)
     shares = {f"batch/share/{name}": count / len(batch.groups) for name, count in sorted(groups.items()) if name}
-    if batch.job.recipe.only_given:
+    if are_given([episodes[member] for member in batch.episode_ids]):
         return {}
     equal = [group for group, is_equal in zip(batch.groups, uniform, strict=True) if is_equal]
     most = max(episodes[member].reward or 0.0 for member in batch.episode_ids)

@@ -527,7 +527,8 @@ def to_demonstration(body: DemonstrationBody, images: Images) -> Demonstration:
         conversation = CHAT.decode(chat, lambda _: None, images).conversation
     except InvalidRequest as error:
         raise InvalidRequest(f"{body.task_id}: {error}", code=error.code, param=error.param) from None
-    return Demonstration(body.task_id, conversation, frozenset(i for i, (_, weight) in enumerate(weights) if weight))
+    learned = frozenset(i for i, (_, weight) in enumerate(weights) if weight)
+    return Demonstration(body.task_id, conversation, learned, body.reward, body.group)
 
 
 def _take_weight(message: Mapping[str, Any], where: str) -> tuple[dict[str, Any], bool]:

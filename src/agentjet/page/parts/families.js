@@ -1,10 +1,10 @@
 // Metrics by family: the part of a name before its first slash, in the order of what one looks at first.
 
-const FIRST = ["reward", "groups", "episodes", "policy", "optim", "agent", "critic", "dpo", "completion", "batch"];
+const FIRST = ["reward", "groups", "episodes", "policy", "optim", "agent", "critic", "dpo", "kto", "completion", "batch"];
 const LAST = ["code", "forest", "weights", "learner", "sampler", "time", "perf"];
 const TITLES = {
   reward: "Reward", groups: "Groups", episodes: "Outcomes", policy: "Policy", optim: "Optimiser", agent: "From agents",
-  critic: "Critic", dpo: "Pairs", completion: "Calls", batch: "Batches", code: "Code versions", forest: "Forest",
+  critic: "Critic", dpo: "Pairs", kto: "Answers", completion: "Calls", batch: "Batches", code: "Code versions", forest: "Forest",
   weights: "Weights", learner: "Learner", sampler: "Sampler", time: "Time", perf: "Speed", episode: "Episodes",
 };
 
