@@ -81,7 +81,7 @@ def play(name: str, healthy: SubjectRepo, out: Path, local: int) -> dict[str, An
     repo = SubjectRepo.create(out / name / "campaign", write_subject(out / name / "given", PLANTED[name]))
     began = time.monotonic()
     with Notebook(repo.folder) as notebook, SwarmRunner(repo.subject_of, repo.folder, local_slots(local)) as runner:
-        question = Question(f"Why does it not learn? ({name})", BUDGET, sesoi=SESOI, evaluator=repo.judge_hash)
+        question = Question(f"Why does it not learn? ({name})", BUDGET, sesoi=SESOI, **repo.rules)
         ending = Campaign(question, notebook, repo, runner, [Strategist()]).run()
         learned = [entry.content["verdict"] for entry in notebook.of("learned") if "verdict" in entry.content]
         studies = [[arm["code"] for arm in entry.content["study"]["arms"]] for entry in notebook.of("study")]

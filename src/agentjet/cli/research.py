@@ -504,7 +504,7 @@ def start(
     if any(out.iterdir()) and not (out / SOURCE).exists():
         raise ConfigError(f"--out {out} is not an empty folder: choose another one")
     repo = SubjectRepo.create(out, subject, unsafe=unsafe)
-    conduct(out, slots, asked, replace(question, evaluator=repo.judge_hash, equal=repo.equal), unsafe=unsafe)
+    conduct(out, slots, asked, replace(question, **repo.rules), unsafe=unsafe)
 
 
 def check_sandbox(unsafe: bool) -> None:
@@ -651,7 +651,7 @@ def demo(
     # Only code of this repository runs, so the demo needs no sandbox.
     repo = SubjectRepo.create(out, out / "given" / "subject.toml", unsafe=True)
     topic, budget = "Why does the model not learn to answer in digits?", Budget.parse("30runs")
-    conduct(out, local_slots(local), [], Question(topic, budget, evaluator=repo.judge_hash), unsafe=True)
+    conduct(out, local_slots(local), [], Question(topic, budget, **repo.rules), unsafe=True)
     typer.echo(f"{time.monotonic() - began:.0f} s in all")
 
 

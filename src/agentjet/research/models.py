@@ -123,6 +123,8 @@ Judge = Callable[[Task, Sequence[Message]], float]
 Equal = Literal["episodes", "steps", "tokens", "seconds"]
 MEASURED: tuple[Equal, ...] = ("tokens", "seconds")
 """Amounts that only a run shows. A short run gives the length of an arm's full runs."""
+UNSEEN = "unseen."
+"""Beginning of the names of facts about inputs that prompts lack."""
 NOT_IMPORTED = frozenset({"__pycache__", "node_modules", "site-packages", "dist-packages"})
 FOREIGN_MARKERS = ("study.json", "notebook.sqlite", "journal.jsonl", "journal.sqlite", "pyvenv.cfg")
 """Files that mark a folder as not part of the code beside it: a study, a campaign, a data dir or an environment."""
@@ -168,6 +170,13 @@ class Subject(Record):
     """A `Judge` that pays the training episodes, in place of the reward that the agent returns."""
     hidden: tuple[str, ...] = ()
     """Keys of a held-out payload that only the judge reads. The agent gets those of training tasks."""
+    shown: tuple[str, ...] = ()
+    """Keys of a payload that a prompt may show."""
+    best: float = 1.0
+    worst: float = 0.0
+    """Scale of a `Judge`: the highest and the lowest score, or the reverse if less is better. Scores of judged runs are
+    shares of it.
+    """
     readable: tuple[str, ...] = ()
     """Folders that the arm's code may read, the first with the code. Empty: the code is not sandboxed."""
     equal: Equal = "episodes"
@@ -189,6 +198,15 @@ class Subject(Record):
             not math.isfinite(self.floor), f"subject.floor = {self.floor}: give the lowest score that a run may have"
         )
         refuse(not self.patience > 0, f"subject.patience = {self.patience}: give seconds above 0")
+        scale = f"worst = {self.worst:g}, best = {self.best:g}"
+        refuse(self.best == self.worst, f"{scale}: give the lowest and the highest score of the judge")
+        low, high = sorted((self.worst, self.best))
+        refuse(
+            self.judged and not low <= self.floor <= high,
+            f"floor = {self.floor:g} is outside of the judge's scale, {scale}: give a floor on it, or correct it",
+        )
+        both = sorted({*self.hidden} & {*self.shown})
+        refuse(bool(both), f"{both} is hidden and shown: keep it in one of the two keys")
 
     def agent_of(self, arm: str) -> str:
         return self.agents.get(arm, self.agent)
@@ -206,9 +224,11 @@ class Subject(Record):
     def to_json(self) -> dict[str, Any]:
         """Omits empty fields that older studies lack, so that ids and seeds of older studies do not change."""
         content = super().to_json()
-        for noted in ("files", "weights", "judged", "reward", "hidden", "readable"):
+        for noted in ("files", "weights", "judged", "reward", "hidden", "readable", "shown"):
             if not content[noted]:
                 del content[noted]
+        if (self.worst, self.best) == (0.0, 1.0):
+            del content["worst"], content["best"]
         return content if content.pop("equal") == "episodes" else content | {"equal": self.equal}
 
     def with_hashes(self) -> Subject:
@@ -476,7 +496,7 @@ class Transcript(Record):
     reward: float
     """As training paid."""
     judged: float | None = None
-    """Score of the judge for the same messages."""
+    """Score of the judge for the same messages, as a share of its scale."""
 
 
 @dataclass(frozen=True)

@@ -131,7 +131,7 @@ def test_no_signal_at_all(tmp_path: Path) -> None:
 
 
 def test_a_judge_that_leaks_ends_the_campaign(tmp_path: Path) -> None:
-    runner = FormulaRunner(Commits(), lambda _: {"score": 0.9, "swapped": 0.9})
+    runner = FormulaRunner(Commits(), lambda _: {"score": 0.9, "swapped": 1.0})
     done, entries = campaign(tmp_path, runner)
     assert "the judge pays answers that belong to other tasks" in done["reason"] and "study" not in kinds(entries)
 
@@ -148,7 +148,7 @@ def test_a_judge_that_scores_all_the_same_ends_the_campaign(tmp_path: Path) -> N
 def test_a_gain_by_a_leak_is_refused(tmp_path: Path) -> None:
     def formula(settings: Any) -> dict[str, float]:
         found = truncating(settings)
-        return {**found, "swapped": 0.9 if found["score"] > 0.6 else 0.1}
+        return {**found, "swapped": 1.0 if found["score"] > 0.6 else 0.1}
 
     done, entries = campaign(tmp_path, FormulaRunner(Commits(), formula))
     assert done["accepted"] == []

@@ -91,16 +91,17 @@ def run(**fields: object) -> Outcome:
 
 
 def test_fields_that_no_prompt_shows() -> None:
-    def said(digits: str, text: str) -> Transcript:
-        return Transcript("best", {"id": "1", "digits": digits}, ({"role": "user", "content": text},), 1.0)
-
-    hidden = run(transcripts=(said("1 2", "Which?"), said("3 4", "Which?")))
+    """The facts name inputs. What else is in a task may be its answer."""
+    hidden = run(facts={"unseen.digits": 0.5, "unseen.hint": 0.1})
     assert unseen_fields(hidden) == ["digits"] and "unseen_input" in {sign.cause for sign in signs(hidden)}
-    assert unseen_fields(run(transcripts=(said("1 2", "Which of 1 2?"), said("3 4", "Which?")))) == []
+    gold = Transcript(
+        "best", {"q": "1 2", "solution": "3", "level": 4, "is_new": True}, ({"role": "user", "content": "1 2"},), 1.0
+    )
+    assert not signs(run(transcripts=(gold, gold)))
 
 
 def test_a_leak_is_a_sign() -> None:
-    assert signs(run(score=0.9, facts={"swapped": 0.85}))[0].cause == "leaking_judge"
+    assert signs(run(score=0.9, facts={"swapped": 0.95}))[0].cause == "leaking_judge"
     assert not signs(run(score=0.9, facts={"swapped": 0.7}, curve=(0.1, 0.9)))
 
 
@@ -110,7 +111,7 @@ SETTINGS = ("job.temperature", "job.recipe.kl_coef", "job.optimizer.lr", "job.gr
 
 def test_every_row_refers_to_known_facts() -> None:
     full = run(
-        facts={"rejected": 0.1, "overpaid": 0.1, "swapped": 0.1},
+        facts={"rejected": 0.1, "overpaid": 0.1, "swapped": 0.1, "unseen.q": 1.0},
         signals=dict.fromkeys(SIGNALS, (1.0,) * 6),
         settings=dict.fromkeys(SETTINGS, 1.0),
         by_task={"a": (0.0, 1.0, 9)},

@@ -12,8 +12,10 @@
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -144,7 +146,7 @@ def test_code_that_does_not_load_is_refused(repo: SubjectRepo) -> None:
         strict.commit(repo.first, shorter)
     assert SubjectRepo(repo.folder, loads).commit(repo.first, shorter)
     with pytest.raises(Refused, match=r"it does not load: .*SyntaxError: '\(' was never closed \(.*words\.py:1\)"):
-        SubjectRepo(repo.folder).commit(repo.first, patch("words.py", WORDS, "PROMPT = (\n"))
+        SubjectRepo(repo.folder, unsafe=True).commit(repo.first, patch("words.py", WORDS, "PROMPT = (\n"))
     assert strict.commit(repo.first, SLOWER), "settings need no check"
 
 
@@ -178,12 +180,50 @@ def test_the_judge_is_locked(repo: SubjectRepo) -> None:
             r"no held-out task has 'anwser': unknown key; did you mean answer\?",
         ),
         ("steps = 12", "steps =", r"subject\.toml: .*line 6"),
+        ("steps = 12", "steps = 12\nbest = 0", r"worst = 0, best = 0: give the lowest and the highest score"),
+        ("steps = 12", "steps = 12\nfloor = -1", r"floor = -1 is outside of the judge's scale, worst = 0, best = 1"),
+        ("steps = 12", 'steps = 12\nshown = ["answer"]', r"\['answer'\] is hidden and shown"),
+        ("steps = 12", 'steps = 12\nshown = ["qestion"]', r"no held-out task has 'qestion'.*did you mean question"),
     ],
 )
 def test_a_wrong_subject_file(tmp_path: Path, before: str, after: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         SubjectRepo.create(tmp_path / "c", write_subject(tmp_path / "u", subject=SUBJECT.replace(before, after)), loads)
     assert not (tmp_path / "c" / "source.json").exists(), "the next start begins anew"
+
+
+HELD = [{"id": str(n), "question": f"{n} + {n}", "answer": str(2 * n)} for n in range(6)]
+
+
+def subject_with(folder: Path, key: str, values: Sequence[object], line: str = "") -> Path:
+    rows = "".join(f"{json.dumps({**row, key: value})}\n" for row, value in zip(HELD, values, strict=True))
+    return write_subject(folder, held_out=rows, subject=SUBJECT.replace("steps", f"{line}\nsteps", 1))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [[str(2 * n) for n in range(6)], [[str(2 * n)] for n in range(6)], ["2"] + [str(2 * n) for n in range(1, 6)]],
+)
+def test_a_key_that_holds_the_answer_is_refused(values: Sequence[object], tmp_path: Path) -> None:
+    """The judge pays its value. Else an arm could show it to the policy, and any subject would be mended so."""
+    way_out = r"'label' holds the answer, .*hidden = \[\"answer\", \"label\"\].* to shown"
+    with pytest.raises(ConfigError, match=way_out):
+        SubjectRepo.create(tmp_path / "c", subject_with(tmp_path / "u", "label", values), loads)
+    for number, line in enumerate(('shown = ["label"]', 'hidden = ["answer", "label"]')):
+        SubjectRepo.create(tmp_path / f"{number}", subject_with(tmp_path / "u", "label", values, line), loads)
+
+
+@pytest.mark.parametrize(
+    "values", [[3] * 6, [True, False] * 3, ["a", "b", "4", "c", "d", "e"], [["0", "2", "4"]] * 6, [None] * 6]
+)
+def test_other_keys_are_no_answers(values: Sequence[object], tmp_path: Path) -> None:
+    SubjectRepo.create(tmp_path / "c", subject_with(tmp_path / "u", "level", values), loads)
+
+
+def test_the_scale_of_the_judge(tmp_path: Path) -> None:
+    declared = write_subject(tmp_path / "u", subject=f"best = 10\nworst = -2\n{SUBJECT}")
+    repo = SubjectRepo.create(tmp_path / "c", declared, loads)
+    assert repo.rules["metric"].endswith("as a share of its scale, -2 to 10") and repo.subject(repo.first).floor == -2
 
 
 def test_a_text_file_is_utf_8(tmp_path: Path) -> None:
@@ -221,7 +261,7 @@ def test_a_missing_subject_file(tmp_path: Path) -> None:
 def test_a_subject_that_cannot_run(tmp_path: Path) -> None:
     broken = AGENT.replace("\n\ndef ask", "\n\nLIMIT = 1 / 0\n\n\ndef ask")
     with pytest.raises(ConfigError, match=r"the subject cannot run: .*ZeroDivisionError.*/u/agent\.py:8 in <module>"):
-        SubjectRepo.create(tmp_path / "c", write_subject(tmp_path / "u", agent=broken))
+        SubjectRepo.create(tmp_path / "c", write_subject(tmp_path / "u", agent=broken), unsafe=True)
 
 
 @pytest.mark.needs("bubblewrap")

@@ -40,7 +40,7 @@ from agentjet.research.campaign.strategist import (
     facts_of,
     signs,
 )
-from agentjet.research.campaign.subject_repo import SubjectRepo
+from agentjet.research.campaign.subject_repo import METRIC, SubjectRepo
 from agentjet.research.journal import JournalEntry, Notebook, StudyLog, stored
 from agentjet.research.models import (
     MEASURED,
@@ -319,9 +319,9 @@ class Question(Record):
     topic: str
     budget: Budget
     seed: int = 0
-    metric: str = "score of the judge on the held-out tasks, at the last step"
+    metric: str = METRIC
     sesoi: float = 0.05
-    """The smallest effect of interest, in units of the score."""
+    """The smallest effect of interest, as a share of the judge's scale."""
     alpha: float = 0.05
     looks: tuple[int, ...] = (4, 8, 12)
     evaluator: str = ""

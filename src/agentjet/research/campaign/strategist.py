@@ -29,7 +29,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from agentjet.client.agent_source import file_and_function
 from agentjet.research.diagnosis import Signals, SignRule, toml_of
 from agentjet.research.journal import JournalEntry
-from agentjet.research.models import Outcome, Record, Setting, Value, refuse
+from agentjet.research.models import UNSEEN, Outcome, Record, Setting, Value, refuse
 
 # ---- proposals -----------------------------------------------------------------------------------------------------
 
@@ -242,6 +242,8 @@ BROKEN = frozenset({"same_score", "leaking_judge"})
 """Causes that leave nothing to propose: the scores do not measure the answers."""
 TRIED = 4
 """Episodes of a task that show whether it teaches."""
+LACKING = 0.2
+"""Share of the prompts without an input from which it counts as unseen."""
 
 
 class Remedy(BaseModel):
@@ -296,9 +298,6 @@ def facts_of(run: Outcome) -> dict[str, float]:
         "score_first": run.curve[0] if run.curve else None,
         "unseen_fields": float(len(unseen_fields(run))),
     }
-    if "swapped" in run.facts:
-        found["swapped_of_score"] = run.facts["swapped"] / max(run.score, 1e-9)
-
     early, late = partial(third, run, 0), partial(third, run, -1)
     found |= {
         "zero_variance": early("groups/zero_variance"),
@@ -342,18 +341,9 @@ def overridden(run: Outcome, name: str) -> float:
 
 
 def unseen_fields(run: Outcome) -> list[str]:
-    """Fields of the tasks that stand in none of the prompts of the transcripts."""
-    prompts, payloads = [], []
-    for transcript in run.transcripts:
-        if isinstance(transcript.task, dict):
-            payloads.append(transcript.task)
-            asked = [str(message["content"]) for message in transcript.messages if message.get("role") != "assistant"]
-            prompts.append("\n".join(asked))
-    names = {name for payload in payloads for name in payload} - {"id", "task_set"}
+    """Inputs of the tasks that a good part of the prompts lack."""
     return sorted(
-        name
-        for name in names
-        if not any(str(payload.get(name)) in prompt for payload, prompt in zip(payloads, prompts, strict=True))
+        name.removeprefix(UNSEEN) for name, share in run.facts.items() if name.startswith(UNSEEN) and share > LACKING
     )
 
 
