@@ -5,9 +5,12 @@ The notebook has one writer, readers beside it, and entries that can only be add
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import signal
 import sqlite3
+import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -226,7 +229,50 @@ HOSTILE: tuple[object, ...] = (
     {"name": "x", "kind": "settings", "changes": {"job.group_size": 10**400, "job.batch_size": 1}},
     None,
     [[[[]]]],
+    {"name": "x\0y", "kind": "settings", "changes": {"job.max_tokens": 99}},
+    {"name": "x\ud800", "kind": "settings", "changes": {"job.max_tokens": 99}},
+    {"name": "x", "kind": "settings", "changes": {"job.max_tokens": 99}, "why": "\ud800"},
+    {"name": "x\ny", "kind": "settings", "changes": {"job.max_tokens": 99}},
+    {"name": "x", "kind": "settings", "changes": {"job.optimizer.lr": float("inf")}},
+    {"name": "x", "kind": "settings", "changes": {"job.max_tokens": 99}, "evidence": [10**30]},
+    {"name": "x", "kind": "agent", "patch": "x" * 10_000_000},
+    {"name": "x" * 10_000_000, "kind": "settings", "changes": {"job.max_tokens": 99}},
+    "\ud800\0" * 5_000_000,
+    json.loads("[" * 900 + "]" * 900),
 )
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        Intervention("x", "settings", {"job.max_tokens": math.inf}),
+        Intervention("x", "settings", {"job.max_tokens": 99}, why="\ud800"),
+        Intervention("x", "agent", patch="\ud800"),
+        Intervention("x", "settings", {"job.\0": 1}),
+        object(),
+        ValueError("out of range"),
+        SystemError("a library failed"),
+    ],
+)
+def test_an_odd_answer_is_recorded_and_never_fatal(tmp_path: Path, answer: Any) -> None:
+    """Also for a campaign that is resumed after it: the answer is in its notebook."""
+
+    class Odd(Scripted):
+        def propose(self, view: View, most: int) -> Sequence[object]:
+            if isinstance(answer, Exception):
+                raise answer
+            return [answer]
+
+    class Checking(Commits):
+        def commit(self, base: str, intervention: Intervention) -> str:
+            subprocess.run(["true", *intervention.changes], input=intervention.patch.encode(), check=True)
+            return super().commit(base, intervention)
+
+    for _ in "again":
+        done, entries = campaign(tmp_path, FormulaRunner(Checking()), proposers=[Odd()])
+        assert done["accepted"] == ["longer answers"]
+    asked = [entry.content for entry in entries if entry.kind == "intent" and entry.content.get("proposer") == "model"]
+    assert "refused" in kinds(entries) or all("a library" in one["away"] or "range" in one["away"] for one in asked)
 
 
 @pytest.mark.parametrize("hostile", HOSTILE, ids=range(len(HOSTILE)))

@@ -131,7 +131,17 @@ def test_an_invalid_proposal_is_answered_with_the_reason(arguments: Mapping[str,
 
 
 @pytest.mark.parametrize(
-    "call", [LlmToolCall("c", "launch", "{}"), LlmToolCall("c", "read", "[1"), LlmToolCall("c", "read", "[]")]
+    "call",
+    [
+        LlmToolCall("c", "launch", "{}"),
+        LlmToolCall("c", "read", "[1"),
+        LlmToolCall("c", "read", "[]"),
+        LlmToolCall("c", "read", "[" * 100_000),
+        LlmToolCall("c", "notebook", '{"first": 1e999}'),
+        LlmToolCall("c", "propose", json.dumps(PROPOSED)[:-1] + ', "changes": {"job.optimizer.lr": 1e999}}'),
+        LlmToolCall("c", "propose", json.dumps(PROPOSED)[:-1] + ', "name": "\\ud800"}'),
+        LlmToolCall("c", "propose", json.dumps(PROPOSED)[:-1] + ', "evidence": [1e999]}'),
+    ],
 )
 def test_an_invalid_call_is_answered(call: LlmToolCall) -> None:
     assert ProposalTools(VIEW, 3).use(call).startswith("invalid: ")

@@ -136,6 +136,21 @@ def test_the_judges_keys_are_fixed(repo: SubjectRepo, line: str) -> None:
         repo.commit(repo.first, patch("subject.toml", before, after))
 
 
+@pytest.mark.parametrize("key", ["job.recipe.name", "job.recipe", "job.recipe.loss", "job.recipe.loss.name"])
+def test_a_proposal_names_no_code_to_import(repo: SubjectRepo, key: str, tmp_path: Path) -> None:
+    """A server imports it outside of a sandbox, and so would a check of the settings."""
+    (tmp_path / "planted.py").write_text("raise SystemExit('imported')\n")
+    for path in ("planted:X", "typer.__main__:X"):
+        made = Intervention("code", "recipe", changes={key: path})
+        with pytest.raises(Refused, match=rf"{key} = '{path}': it is code outside of a sandbox"):
+            repo.commit(repo.first, made)
+    before = repo.files(repo.first)["subject.toml"]
+    with pytest.raises(Refused, match="it is code outside of a sandbox"):
+        repo.commit(repo.first, patch("subject.toml", before, f'{before}"{key}" = "planted:X"\n'))
+    built_in = Intervention("built in", "recipe", changes={"job.recipe.name": "rloo"})
+    assert repo.subject(repo.commit(repo.first, built_in)).settings["job.recipe.name"] == "rloo"
+
+
 def test_code_that_does_not_load_is_refused(repo: SubjectRepo) -> None:
     def fails(order: ArmOrder) -> list[Task]:
         raise ArmFailed("agent.py: ImportError: no module (agent.py:1)")

@@ -29,6 +29,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
+from agentjet.client.agent_source import one_line
 from agentjet.errors import ConfigError
 from agentjet.research.campaign.strategist import (
     BROKEN,
@@ -55,6 +56,7 @@ from agentjet.research.models import (
     Study,
     Trial,
     Value,
+    canonical,
     refuse,
 )
 from agentjet.research.report import StudyView
@@ -477,8 +479,9 @@ class Campaign:
                     commit = self.runs.patiently(partial(self.repo.commit, base, made))
                     if commit in commits:
                         raise Refused("it makes the same files as the base or as another proposal")
-                except Refused as refusal:
-                    self._note_refusal(key, proposal, str(refusal), entry.number)
+                except (Refused, ValueError, TypeError, ArithmeticError, RecursionError) as error:
+                    reason = str(error) if isinstance(error, Refused) else f"it cannot be used: {one_line(error)}"
+                    self._note_refusal(key, proposal, reason, entry.number)
                     continue
                 commits.add(commit)
                 tried.add(made.name)
@@ -494,12 +497,12 @@ class Campaign:
         view = View(self.question.topic, tip.run, tip.entry, tried, entries, files, self.repo.judge_source())
         try:
             answers = proposer.propose(view, most)
-        except ProposerAway as away:
-            return {"proposer": proposer.name, "proposals": [], "away": as_text(str(away))}
-        return {
-            "proposer": proposer.name,
-            "proposals": [as_text(one) if isinstance(one, str) else one.to_json() for one in answers],
-        }
+        except Exception as away:  # the boundary: a program or a model that answers may make a proposer fail anyhow
+            if isinstance(away, OSError) and away.errno in PASSING:
+                raise
+            text = str(away) if isinstance(away, ProposerAway) else one_line(away)
+            return {"proposer": proposer.name, "proposals": [], "away": as_text(text)}
+        return {"proposer": proposer.name, "proposals": [storable(answer) for answer in answers]}
 
     def _screen(self, number: int, position: Position, candidates: list[Candidate]) -> list[Screened]:
         """Runs the candidates short, the better ones in full, with the seed of the base. Best first."""
@@ -741,10 +744,22 @@ def parsed(proposal: object) -> Intervention:
         raise Refused(str(error)) from None
 
 
+def storable(answer: Intervention | str) -> Any:
+    """A proposer's answer for the notebook: as text, with the reason, if it cannot be stored or read back."""
+    try:
+        if isinstance(answer, str):
+            return as_text(answer)
+        content = stored(answer.to_json())
+        canonical(content).encode()  # lone surrogates have no bytes
+        return Intervention.from_json(content).to_json()
+    except (ConfigError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        return as_text(f"{one_line(error)}: {answer!r}")
+
+
 def as_text(content: object) -> str:
     """Text for the notebook: valid Unicode of limited length."""
     text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
-    return text[:LONGEST_TEXT].encode("utf-8", "replace").decode()
+    return text[:LONGEST_TEXT].encode("utf-8", "replace").decode().replace("\0", "\N{REPLACEMENT CHARACTER}")
 
 
 def seed_of(question: Question, number: int) -> int:

@@ -17,6 +17,7 @@ import difflib
 import json
 import re
 import tomllib
+import unicodedata
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -58,6 +59,8 @@ class Intervention(Record):
 
     def __post_init__(self) -> None:
         refuse(not self.changes and not self.patch, f"{self.name}: it changes nothing; give settings or a patch")
+        is_odd = any(unicodedata.category(character) in ("Cc", "Cs") for character in self.name)
+        refuse(is_odd, f"name = {self.name!r}: give one line of text, without control characters")
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from typing import Any
 from agentjet.client.agent_source import file_and_function, hash_of
 from agentjet.config.loader import leaves, parse_config
 from agentjet.errors import ConfigError
+from agentjet.recipes import registry
 from agentjet.research import arm_process
 from agentjet.research.arm_process import ArmFailed, ArmOrder
 from agentjet.research.campaign.strategist import Intervention
@@ -71,6 +72,8 @@ ARM_KEYS = frozenset({"agent", "tasks", "reward", "concurrency", "settings"})
 """Keys that an intervention may change. The others are the judge's."""
 METRIC = "score of the judge on the held-out tasks, at the last step"
 HIDDEN = ["answer"]
+NAMED_CODE = ("recipe", "loss", "name")
+"""Last parts of the settings that name a recipe or a loss, perhaps by an import path."""
 DEFAULTS = {"hidden": HIDDEN, "concurrency": 16}
 """Where they are not those of `Subject`."""
 
@@ -369,6 +372,7 @@ class SubjectRepo:
             fixed, wanted = getattr(first, key), getattr(given, key)
             if fixed != wanted:
                 raise Refused(f"{SUBJECT}: {key} = {wanted!r}: it is the judge's, and stays {fixed!r}")
+        check_imports(given.settings, first.settings)
         check_settings(given.settings)
 
     def _check_imports(self, commit: str) -> None:
@@ -517,6 +521,17 @@ def is_installed_module(name: str) -> bool:
     """True for the name of a module of an installed package."""
     spec = find_spec(name) if name.isidentifier() else None
     return spec is not None and spec.origin is not None and "-packages" in spec.origin
+
+
+def check_imports(settings: Mapping[str, Any], first: Mapping[str, Any]) -> None:
+    """Raises `Refused` for code that a server would import and that the subject as given does not name."""
+    for name, value in settings.items():
+        is_name = name.startswith("job.recipe") and name.rpartition(".")[2] in NAMED_CODE and isinstance(value, str)
+        if is_name and value != first.get(name) and (":" in value or value in registry.installed()):
+            raise Refused(
+                f"{name} = {value!r}: it is code outside of a sandbox, and the subject does not name it: give a "
+                f"built-in one, such as {registry.DEFAULT}"
+            )
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:
