@@ -15,6 +15,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -329,3 +330,24 @@ def test_the_process_ends_with_its_input_also_without_sigint(without: Callable[[
 def test_an_arm_that_does_not_load(code: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(ArmFailed, match=message):
         arm_process.checked(order(tmp_path, code))
+
+
+@pytest.mark.parametrize("endless", ["import time; time.sleep(600)", "while True: pass"])
+def test_an_import_that_never_ends_is_refused(endless: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arm_process, "LOADING_SECONDS", 1.0)
+    with pytest.raises(ArmFailed, match=r"agent\.py:agent: loading it and its tasks took longer than 1 s"):
+        arm_process.checked(order(tmp_path, endless))
+
+
+def test_what_an_arm_starts_ends_with_it(tmp_path: Path) -> None:
+    started = f"""
+import subprocess
+child = subprocess.Popen(["sleep", "600"], stdin=subprocess.DEVNULL)
+open({str(tmp_path / "pid")!r}, "w").write(str(child.pid))
+"""
+    arm_process.checked(order(tmp_path, started + CODE))
+    status = Path("/proc", (tmp_path / "pid").read_text(), "status")
+    deadline = time.monotonic() + 30.0
+    while status.exists() and "State:\tZ" not in status.read_text():
+        assert time.monotonic() < deadline, "it outlives the arm"
+        time.sleep(0.01)
