@@ -12,7 +12,7 @@ import signal
 import sqlite3
 import subprocess
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +110,58 @@ def test_a_lost_run_is_repeated(tmp_path: Path) -> None:
         True,
         False,
     ]
+
+
+@dataclass
+class Blackout(FormulaRunner):
+    """Loses every run for a while, after so many results: the folder of the weights is away, or the GPU is taken."""
+
+    clock: FakeClock = field(default_factory=FakeClock)
+    after: int = 1
+    until: float = math.inf
+
+    def collect(self, key: str) -> Outcome:
+        self.after -= 1
+        if self.after >= 0 or self.clock.seconds > self.until:
+            return super().collect(key)
+        return Outcome(self.trial(key).id, "infra_failed", note="no such folder: weights")
+
+
+@pytest.mark.parametrize("after", [1, 2, 3, 6, 9])
+def test_waits_while_all_runs_are_lost(tmp_path: Path, after: int) -> None:
+    """In a screen, and in a study."""
+    clock = FakeClock()
+    runner = Blackout(Commits(), clock=clock, after=after, until=20_000.0)
+    done, entries = campaign(tmp_path, runner, clock=clock)
+    assert done["accepted"] == ["longer answers"] and clock.slept[:3] == [60.0, 120.0, 240.0]
+    assert kinds(entries).count("learned") == 1 and done["spent"]["hours"] < 1
+
+
+def test_lost_runs_never_end_a_campaign(tmp_path: Path) -> None:
+    commits, clock = Commits(), FakeClock()
+    for after, message in (
+        (0, "the first run was lost 3 times: no such folder: weights"),
+        (1, "Resume the campaign later"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            campaign(tmp_path / str(after), Blackout(commits, clock=clock, after=after), clock=clock)
+        done, _ = campaign(tmp_path / str(after), FormulaRunner(commits))
+        assert done["accepted"] == ["longer answers"]
+
+
+def test_an_arm_that_is_always_lost_is_not_waited_for(tmp_path: Path) -> None:
+    """The subject as given runs meanwhile, so the arm is the reason."""
+
+    class Heavy(FormulaRunner):
+        def collect(self, key: str) -> Outcome:
+            found, settings = super().collect(key), self.commits.settings(self.trial(key).arm)
+            lost = Outcome(found.trial, "infra_failed", note="out of memory")
+            return lost if settings["job.max_tokens"] > 10 else found
+
+    clock = FakeClock()
+    done, _ = campaign(tmp_path, Heavy(Commits()), clock=clock)
+    assert done["reason"] == "nothing is worth trying; longer answers could not run: out of memory"
+    assert clock.slept == []
 
 
 def test_waits_for_a_runner_that_is_away(tmp_path: Path) -> None:

@@ -23,8 +23,9 @@ import re
 import sqlite3
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import count
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -58,6 +59,7 @@ from agentjet.research.models import (
     Value,
     canonical,
     refuse,
+    shortened,
 )
 from agentjet.research.report import StudyView
 from agentjet.research.scheduler import MAX_ATTEMPTS, TrialRunner, added_cost, conduct
@@ -143,10 +145,13 @@ class CampaignRuns:
     def __init__(
         self, question: Question, notebook: Notebook, runner: TrialRunner, clock: Clock, tell: Callable[[str], None]
     ) -> None:
-        self.budget, self.equal, self.notebook = question.budget, question.equal, notebook
+        self.question, self.budget, self.equal, self.notebook = question, question.budget, question.equal, notebook
         self.runner, self.clock, self.tell = runner, clock, tell
         self._first: Outcome | None = None
         """The first full run. Its tokens or seconds are those of every arm."""
+        self._subject = ""
+        """The commit of that run."""
+        self._probes = 0
         self._steps: dict[str, int] = {}
         """By commit, the steps of a full run, where tokens or seconds are equal."""
         self.spent = {"runs": 0.0, "hours": 0.0}
@@ -183,20 +188,52 @@ class CampaignRuns:
         return key
 
     def _observed(self, trial: Trial, why: str, because: Sequence[int]) -> RunObservation:
-        for attempt in range(1, MAX_ATTEMPTS + 1):
-            key = self._launch(trial, attempt, because)
-            entry = self.notebook.known(f"observed {key}") or self.note(
-                "observed", {"why": why, **self._collected(key, trial)}, f"observed {key}", because
-            )
-            del self._under_way[key]
-            self.spend(entry.content["cost"], entry.content["hours"])
-            run = Outcome.from_json(entry.content["outcome"])
-            if run.score is not None:
-                added_cost(self._reached, trial)
-                self._measure(trial, run)
-            if run.end != "infra_failed":
+        for attempt in count(1):
+            entry, run, is_new = self._attempt(trial, attempt, why, because)
+            if run.end != "infra_failed" or (attempt % MAX_ATTEMPTS == 0 and not self.were_away(run, is_new)):
                 break
         return RunObservation(entry.number, trial.arm, run)
+
+    def _attempt(
+        self, trial: Trial, attempt: int, why: str, because: Sequence[int]
+    ) -> tuple[JournalEntry, Outcome, bool]:
+        """The entry of an attempt, its outcome, and True if the notebook lacked it."""
+        key = self._launch(trial, attempt, because)
+        known = self.notebook.known(f"observed {key}")
+        entry = known or self.note("observed", {"why": why, **self._collected(key, trial)}, f"observed {key}", because)
+        del self._under_way[key]
+        self.spend(entry.content["cost"], entry.content["hours"])
+        run = Outcome.from_json(entry.content["outcome"])
+        if run.score is not None:
+            added_cost(self._reached, trial)
+            self._measure(trial, run)
+        return entry, run, known is None
+
+    def were_away(self, lost: Outcome, is_new: bool = True) -> bool:
+        """True if a run was lost because the servers could run nothing; they can again. False if the subject as given
+        runs there, so that the arm itself is the reason. Waits while that is lost, too.
+
+        Raises `ConfigError` if the very first run is lost.
+        """
+        if self._first is None:
+            refuse(
+                is_new, f"the first run was lost {MAX_ATTEMPTS} times: {lost.note}. Mend that and resume the campaign"
+            )
+            return True
+        self._probes += 1
+        probe = Trial(OBSERVING, self._subject, {}, seed_of(self.question, -1 - self._probes), "explore", SHORT)
+        attempts = count(1)
+
+        def until_it_runs() -> int:
+            for attempt in attempts:
+                _, run, is_new = self._attempt(probe, attempt, "a run was lost: does the subject run?", [])
+                if run.end != "infra_failed":
+                    break
+                if is_new:
+                    raise ServerUnavailable(f"runs are lost: {run.note}")
+            return attempt
+
+        return self.patiently(until_it_runs) > 1
 
     def _collected(self, key: str, trial: Trial) -> dict[str, Any]:
         begun = self.working_time()
@@ -222,7 +259,8 @@ class CampaignRuns:
         return {"job.max_steps": self._steps[commit]} if commit in self._steps else {}
 
     def _measure(self, trial: Trial, run: Outcome) -> None:
-        self._first = self._first or run
+        if self._first is None:
+            self._first, self._subject = run, trial.arm
         if self.equal not in MEASURED or trial.fidelity == 1:
             return
         steps, whole = (len(one.signals.get(AMOUNTS[self.equal][0], ())) for one in (run, self._first))
@@ -274,6 +312,35 @@ class CampaignRuns:
     def working_time(self) -> float:
         """Seconds, without waiting for servers and disks."""
         return self.clock.time() - self._waited
+
+
+@dataclass
+class StudyRuns:
+    """The `TrialRunner` of a study. A lost run is repeated as in screens: see `were_away`."""
+
+    runs: CampaignRuns
+    trials: dict[str, Trial] = field(default_factory=dict)
+    repeated: float = 0.0
+    """Full runs of the repeats. The study does not count them."""
+
+    def has(self, key: str) -> bool:
+        """False, so that each process is given the trials."""
+        return False
+
+    def launch(self, key: str, trial: Trial) -> None:
+        self.trials[key] = trial
+        if not self.runs.runner.has(key):
+            self.runs.runner.launch(key, trial)
+
+    def collect(self, key: str) -> Outcome:
+        for attempt in count(1):
+            name = key if attempt == 1 else f"{key} again {attempt}"
+            self.launch(name, self.trials[key])
+            outcome = self.runs.runner.collect(name)
+            if outcome.end != "infra_failed" or (attempt % MAX_ATTEMPTS == 0 and not self.runs.were_away(outcome)):
+                break
+            self.repeated += bool(outcome.curve)
+        return outcome
 
 
 Signals = Mapping[str, Sequence[float | None]]
@@ -393,6 +460,8 @@ class Campaign:
         """By commit, names of the interventions that were tried on it."""
         self.failures: dict[str, int] = {}
         """By name, rounds in which an intervention did not gain."""
+        self.unable: dict[str, str] = {}
+        """By name, why an intervention has no score."""
 
     def run(self) -> Any:
         """Conducts the campaign to its end and returns the content of the entry `ended`.
@@ -407,8 +476,7 @@ class Campaign:
         try:
             first = self.runs.observe([self.repo.first], seed_of(self.question, 0), "the subject", [1])[0]
             if first.run.score is None:
-                whose = "the subject cannot run" if first.run.end == "arm_failed" else "the first run was lost"
-                raise Ending(f"{whose}: {first.run.note}")
+                raise Ending(f"the subject cannot run: {first.run.note}")
             position = Position(first, first)
             for number in range(1, ROUNDS + 1):
                 position = self._round(number, position)
@@ -426,7 +494,8 @@ class Campaign:
             if position.tip != position.base:
                 return replace(position, tip=position.base, depth=0)
             broken = [sign.seen for sign in signs(position.base.run) if sign.cause in BROKEN]
-            raise Ending(broken[0] if broken else "nothing is worth trying")
+            unable = "".join(f"; {name} could not run: {note}" for name, note in self.unable.items())
+            raise Ending(broken[0] if broken else f"nothing is worth trying{unable}")
         screened = self._screen(number, position, candidates)
         promising = [found for found in screened if found.gain >= PROMISING * self.question.sesoi]
         for found in promising[:STUDIES]:
@@ -517,6 +586,7 @@ class Campaign:
             alive = alive[: max(1, int((self.runs.left() - self.question.study_cost - each) / SHORT + 1e-9))]
             seen = self.runs.observe([each.commit for each in alive], seed, f"round {number} screen", because, SHORT)
             short = {at.commit: at.run.score for at in seen if at.run.score is not None}
+            self._note_unable(alive, seen)
             level = position.base.score_at(SHORT)
             ahead = [each for each in alive[1:] if short.get(each.commit, -math.inf) > level]
             ahead.sort(key=lambda each: -short[each.commit])
@@ -527,6 +597,7 @@ class Campaign:
             affordable = int((self.runs.left() - self.question.study_cost) / each + 1e-9)
             alive = ahead[: min(KEPT, affordable)]
         full = self.runs.observe([each.commit for each in alive[:affordable]], seed, f"round {number}", because)
+        self._note_unable(alive, full)
         base = position.base.run.score
         assert base is not None
         found = [
@@ -546,6 +617,11 @@ class Campaign:
         entries = [position.base.entry, *because, *(seen.entry for seen in full)]
         self.runs.note("screened", content, f"round {number} screened", entries)
         return found
+
+    def _note_unable(self, candidates: Sequence[Candidate], seen: Sequence[RunObservation]) -> None:
+        for candidate, found in zip(candidates, seen, strict=False):
+            if found.run.score is None:
+                self.unable[candidate.intervention.name] = as_text(shortened(found.run.note, 200))
 
     def _check_budget(self, runs: int) -> None:
         """Raises `Ending` if the budget does not pay for these full runs and a study after them."""
@@ -612,7 +688,8 @@ class Campaign:
     def _conduct(self, study: Study, made: Intervention) -> dict[str, Any]:
         begun = self.runs.working_time()
         commits = {arm.name: arm.code for arm in study.arms}
-        [finding], launcher = self.runs.patiently(lambda: conduct(study, StudyLog(), self.runs.runner, commits))
+        runs = StudyRuns(self.runs)
+        [finding], launcher = self.runs.patiently(lambda: conduct(study, StudyLog(), runs, commits))
         view = StudyView(launcher.log)
         signals = [outcome.signals for of_trial in launcher.log.outcomes.values() for outcome in of_trial]
         return {
@@ -622,7 +699,7 @@ class Campaign:
             "accepted": finding.verdict == "supported",
             "meaning": meaning(made, finding),
             "outcomes": {arm.name: view.scores(arm.name) for arm in study.arms},
-            "spent": launcher.spending.total,
+            "spent": launcher.spending.total + runs.repeated,
             "hours": (self.runs.working_time() - begun) / 3600,
             **{name: amount(signals, name) for name in ("episodes", "tokens")},
         }
