@@ -393,7 +393,11 @@ def described(entry: JournalEntry) -> tuple[str, str] | None:
             short = [
                 f"{each['name']} {each['score']:.3g}" for each in content.get("short", ()) if each["score"] is not None
             ]
-            gains = "; ".join(f"{each['name']} {each['gain']:+.3g}" for each in content["full"])
+            gains = "; ".join(
+                f"{each['name']} {each['gain']:+.3g}"
+                + (f" ({each['at_start']:+.3g} at step 0)" if each.get("at_start") is not None else "")
+                for each in content["full"]
+            )
             result = f"gain of one full run: {gains}" if gains else "no full run came back"
             return "screened", f"{result} (scores after a third: {'; '.join(short)})" if short else result
         case "study":
@@ -420,4 +424,5 @@ def outcome_of(observed: Mapping[str, Any]) -> str:
     if run["score"] is None:  # the error of a first run is the reason for the end
         return "no score" if run["end"] == "arm_failed" and observed["why"] == "the subject" else str(run["note"])
     causes = ", ".join(sign["cause"].replace("_", " ") for sign in observed["signs"])
-    return f"score {run['score']:.3g}; shows: {causes or 'no sign'}"
+    first = f" ({run['curve'][0]:.3g} at step 0)" if run.get("curve") else ""
+    return f"score {run['score']:.3g}{first}; shows: {causes or 'no sign'}"

@@ -5,6 +5,7 @@ The notebook has one writer, readers beside it, and entries that can only be add
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import os
@@ -19,7 +20,8 @@ from typing import Any
 import pytest
 
 from agentjet.errors import ConfigError
-from agentjet.research.campaign.campaign import OBSERVING, OFFLINE, Budget, Campaign, Question
+from agentjet.research.campaign.campaign import OBSERVING, OFFLINE, Budget, Campaign, Question, rules
+from agentjet.research.campaign.report import build
 from agentjet.research.campaign.strategist import Intervention, ProposerAway, Strategist, View
 from agentjet.research.journal import NOTEBOOK, JournalEntry, Notebook
 from agentjet.research.models import Outcome, Trial
@@ -243,6 +245,54 @@ def test_another_question_on_the_same_folder_is_refused(tmp_path: Path) -> None:
             Campaign(QUESTION, notebook, runner.commits, runner, [Strategist()], FakeClock()).run()
     with pytest.raises(ConfigError, match="another campaign"):
         campaign(tmp_path / "b", question=Question("another", Budget(runs=60.0)))
+
+
+def test_other_rules_do_not_go_on_with_a_campaign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="Resume the campaign later"):
+        campaign(tmp_path, FormulaRunner(Commits(), away=10**6))
+    with monkeypatch.context() as other:
+        other.setattr("agentjet.research.campaign.campaign.rules", lambda: {"version": "9.9", "hash": "feed"})
+        with pytest.raises(
+            ConfigError, match=r"began by the rules of AgentJet 0\..*, and this is AgentJet 9\.9 \(feed\)"
+        ):
+            campaign(tmp_path)
+    done, entries = campaign(tmp_path)
+    assert done["accepted"] == ["longer answers"] and entries[0].content["rules"] == rules()
+
+
+def test_a_notebook_without_rules_says_so(tmp_path: Path) -> None:
+    with Notebook(tmp_path) as notebook:
+        content = {"question": QUESTION.to_json(), "first": Commits().first, "asks": OFFLINE, "limits": []}
+        notebook.entry("started", content, key="started")
+    _, entries = campaign(tmp_path)
+    assert "the rules at the start are not in this notebook" in entries[1].content["meaning"]
+
+
+def test_the_rules_are_code_and_not_comments(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, parse = rules()["hash"], ast.parse
+    for change, is_same in (("PROMISING = 2.0", False), ("# a remark", True), ('"""A remark."""', True)):
+        monkeypatch.setattr(ast, "parse", lambda text, change=change: parse(f"{text}\n{change}\n"))
+        assert (rules.__wrapped__()["hash"] == found) is is_same
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_gain_at_step_0_is_the_changes_own(own: bool, tmp_path: Path) -> None:
+    """An agent that computes the answer itself needs no learning."""
+
+    class Starting(FormulaRunner):
+        def collect(self, key: str) -> Outcome:
+            run = super().collect(key)
+            assert run.score is not None
+            return replace(run, curve=(run.score if own else 0.1, run.score))
+
+    _, entries = campaign(tmp_path, Starting(Commits()))
+    learned = next(entry.content for entry in entries if entry.kind == "learned")
+    assert ("the change itself makes most of the difference, and not learning" in learned["meaning"]) is own
+    assert "at step 0 the difference is +" in learned["meaning"] and len(learned["starts"]["base"]) == 4
+    screened = next(entry.content["full"][0] for entry in entries if entry.kind == "screened")
+    assert (screened["at_start"] > 0.3) is own
+    markdown = build(tmp_path)[0].read_text(encoding="utf-8")
+    assert "| mean at step 0 |" in markdown and "at step 0)" in markdown
 
 
 def test_edited_files_are_noted(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ same.
 
 from __future__ import annotations
 
+import ast
 import errno
 import hashlib
 import json
@@ -24,12 +25,15 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
+from importlib.resources import files as package_files
 from itertools import count
+from statistics import fmean
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
+from agentjet import __version__
 from agentjet.client.agent_source import one_line
 from agentjet.errors import ConfigError
 from agentjet.research.campaign.strategist import (
@@ -43,6 +47,7 @@ from agentjet.research.campaign.strategist import (
     signs,
 )
 from agentjet.research.campaign.subject_repo import METRIC, SubjectRepo
+from agentjet.research.diagnosis import toml_of
 from agentjet.research.journal import JournalEntry, Notebook, StudyLog, stored
 from agentjet.research.models import (
     MEASURED,
@@ -58,11 +63,12 @@ from agentjet.research.models import (
     Trial,
     Value,
     canonical,
+    hash_of,
     refuse,
     shortened,
 )
 from agentjet.research.report import StudyView
-from agentjet.research.scheduler import MAX_ATTEMPTS, TrialRunner, added_cost, conduct
+from agentjet.research.scheduler import DIRECTIONAL, MAX_ATTEMPTS, TrialRunner, added_cost, conduct
 from agentjet.research.swarm_runner import ServerUnavailable
 
 # ---- launches, within the budget -------------------------------------------------------------------------------------
@@ -423,8 +429,19 @@ class Candidate:
 class Screened:
     candidate: Candidate
     seen: RunObservation
-    gain: float
-    """Score above the base, of one full run with the same seed."""
+    base: RunObservation
+
+    @property
+    def gain(self) -> float:
+        """Score above the base, of one full run with the same seed."""
+        assert self.seen.run.score is not None and self.base.run.score is not None
+        return self.seen.run.score - self.base.run.score
+
+    def to_json(self) -> dict[str, Any]:
+        """`at_start` is the gain at step 0, where nothing is learned yet."""
+        first = [run.curve[0] for run in (self.seen.run, self.base.run) if run.curve]
+        at_start = {"at_start": first[0] - first[1]} if len(first) == 2 else {}
+        return {"name": self.candidate.intervention.name, "commit": self.seen.commit, "gain": self.gain, **at_start}
 
 
 @dataclass(frozen=True)
@@ -598,21 +615,16 @@ class Campaign:
             alive = ahead[: min(KEPT, affordable)]
         full = self.runs.observe([each.commit for each in alive[:affordable]], seed, f"round {number}", because)
         self._note_unable(alive, full)
-        base = position.base.run.score
-        assert base is not None
         found = [
-            Screened(candidate, seen, seen.run.score - base)
+            Screened(candidate, seen, position.base)
             for candidate, seen in zip(alive, full, strict=False)
             if seen.run.score is not None
         ]
         found.sort(key=lambda screened: -screened.gain)
         content = {
-            "base": {"commit": position.base.commit, "score": base},
+            "base": {"commit": position.base.commit, "score": position.base.run.score},
             "short": [{"name": each.intervention.name, "score": short.get(each.commit)} for each in candidates],
-            "full": [
-                {"name": each.candidate.intervention.name, "commit": each.seen.commit, "gain": each.gain}
-                for each in found
-            ],
+            "full": [each.to_json() for each in found],
         }
         entries = [position.base.entry, *because, *(seen.entry for seen in full)]
         self.runs.note("screened", content, f"round {number} screened", entries)
@@ -637,14 +649,11 @@ class Campaign:
         base, changed = self.runs.observe(commits, seed, f"round {number} again", [found.candidate.entry])
         if base.run.score is None or changed.run.score is None:
             return False
-        again = changed.run.score - base.run.score
-        content = {
-            "base": {"commit": position.base.commit, "score": base.run.score},
-            "full": [{"name": found.candidate.intervention.name, "commit": found.candidate.commit, "gain": again}],
-        }
+        again = Screened(found.candidate, changed, base)
+        content = {"base": {"commit": base.commit, "score": base.run.score}, "full": [again.to_json()]}
         because = [found.seen.entry, base.entry, changed.entry]
         self.runs.note("screened", content, f"round {number} again {found.candidate.commit}", because)
-        return again > 0 and (found.gain + again) / 2 >= PROMISING * self.question.sesoi
+        return again.gain > 0 and (found.gain + again.gain) / 2 >= PROMISING * self.question.sesoi
 
     def _confirm(self, number: int, position: Position, found: Screened) -> bool:
         """Conducts a study of the candidate against the base. True if it is supported."""
@@ -691,13 +700,23 @@ class Campaign:
         runs = StudyRuns(self.runs)
         [finding], launcher = self.runs.patiently(lambda: conduct(study, StudyLog(), runs, commits))
         view = StudyView(launcher.log)
+        starts = {
+            arm.name: [
+                ended.curve[0]
+                for trial in launcher.log.trials.values()
+                for ended in launcher.log.outcomes.get(trial.id, ())
+                if trial.arm == arm.name and ended.score is not None and ended.curve
+            ]
+            for arm in study.arms
+        }
         signals = [outcome.signals for of_trial in launcher.log.outcomes.values() for outcome in of_trial]
         return {
             "name": made.name,
             "finding": finding.to_json(),
             "verdict": finding.verdict,
             "accepted": finding.verdict == "supported",
-            "meaning": meaning(made, finding),
+            "meaning": meaning(made, finding, starts),
+            "starts": starts,
             "outcomes": {arm.name: view.scores(arm.name) for arm in study.arms},
             "spent": launcher.spending.total + runs.repeated,
             "hours": (self.runs.working_time() - begun) / 3600,
@@ -731,6 +750,7 @@ class Campaign:
             "first": self.repo.first,
             "asks": OFFLINE if len(self.proposers) == 1 else self.question.topic,
             "limits": list(self.limits),
+            "rules": rules(),
         }
         found = self.runs.note("started", content, "started").content
         for name in ("question", "first"):
@@ -739,6 +759,16 @@ class Campaign:
                     f"this folder has another campaign ({found['question']['topic']!r}): its {name} is {found[name]!r} "
                     f"and not {content[name]!r}; resume that one, or choose another folder"
                 )
+        began, present = found.get("rules"), content["rules"]
+        if began is None:
+            text = "the rules at the start are not in this notebook; the campaign goes on by the present ones"
+            self.runs.note("edited", {"meaning": text}, "unknown rules")
+        elif began["hash"] != present["hash"]:
+            versions = [f"AgentJet {each['version']} ({each['hash']})" for each in (began, present)]
+            raise ConfigError(
+                f"this campaign began by the rules of {versions[0]}, and this is {versions[1]}: the same data could end "
+                "otherwise. Resume it with that version, or start with another --out"
+            )
         if changed := self.repo.changed_outside():
             text = f"files of the subject changed since the start ({', '.join(changed)}); the campaign uses its copy"
             self.runs.note("edited", {"meaning": text}, "edited")
@@ -756,6 +786,27 @@ class Campaign:
             "score": position.base.run.score if position else None,
             "spent": self.runs.spent,
         }
+
+
+DECIDING = ("campaign/campaign.py", "campaign/strategist.py", "scheduler.py", "statistics.py", "diagnosis.py")
+"""Source of the rules by which a campaign decides, besides `remedies.toml`."""
+
+
+@cache
+def rules() -> dict[str, str]:
+    """The version of the package, and a hash of the code and the table that decide. Comments and docstrings do not
+    count.
+    """
+    parts = [canonical(toml_of("agentjet.research.campaign", "remedies.toml"))]
+    for name in DECIDING:
+        tree = ast.parse(package_files("agentjet.research").joinpath(name).read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            body = getattr(node, "body", None)
+            if isinstance(body, list):
+                remarks = [one for one in body if isinstance(one, ast.Expr) and type(one.value) is ast.Constant]
+                body[:] = [one for one in body if one not in remarks]
+        parts.append(ast.dump(tree))
+    return {"version": __version__, "hash": hash_of(parts)}
 
 
 # ---- proposals -------------------------------------------------------------------------------------------------------
@@ -845,11 +896,20 @@ def seed_of(question: Question, number: int) -> int:
     return int.from_bytes(digest[:4], "big")
 
 
-def meaning(made: Intervention, finding: Finding) -> str:
-    """The lesson of a finding, in one sentence."""
+OWN = 0.5
+"""Share of a difference from which, at step 0, it is said to be the change's own."""
+
+
+def meaning(made: Intervention, finding: Finding, starts: Mapping[str, Sequence[float]]) -> str:
+    """The lesson of a finding, in one sentence. `starts` are the scores at step 0, where nothing is learned yet."""
     size = (
         "" if finding.estimate is None else f" by {finding.estimate:+.3g} ({finding.low:+.3g} to {finding.high:+.3g})"
     )
+    if finding.estimate and all(starts.values()):
+        at_start = fmean(starts["changed"]) - fmean(starts["base"])
+        is_own = finding.verdict in DIRECTIONAL and at_start / finding.estimate >= OWN
+        own = "; so the change itself makes most of the difference, and not learning" if is_own else ""
+        size += f"; at step 0 the difference is {at_start:+.3g}{own}"
     match finding.verdict:
         case "supported":
             return f"{made.name} raises the score{size}"

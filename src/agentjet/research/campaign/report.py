@@ -87,6 +87,7 @@ def gather(notebook: Notebook) -> dict[str, Any]:
     return {
         "topic": question["topic"],
         "question": question,
+        "rules": started.content.get("rules"),
         "asks": started.content["asks"],
         "subject": subject(first.content["outcome"]),
         "proposers": proposers(notebook),
@@ -144,6 +145,7 @@ NO_RESULT = {
     "accepted": False,
     "meaning": "The study is under way",
     "outcomes": {},
+    "starts": {},
     "spent": 0.0,
 }
 NO_RESULT |= dict.fromkeys(("estimate", "low", "high", "confidence", "p_value", "reason"))
