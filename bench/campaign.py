@@ -27,7 +27,8 @@ from typing import Any
 import agentjet.research
 from agentjet.cli import example, load_example
 from agentjet.cli.research import local_slots
-from agentjet.research.campaign.campaign import Budget, Campaign, Question
+from agentjet.research.campaign.campaign import Campaign
+from agentjet.research.campaign.runs import Budget, Question
 from agentjet.research.campaign.strategist import Strategist, table
 from agentjet.research.campaign.subject_repo import SubjectRepo
 from agentjet.research.journal import Notebook

@@ -155,7 +155,7 @@ class JudgedEpisodes:
 
     Facts of such an outcome, beside those of `agentjet.research.diagnosis`:
 
-    * `swapped`: pay of well paid held-out conversations under tasks with other answers, as a share of their own pay.
+    * `swapped`: pay of well paid held-out conversations under tasks with other answers, relative to that under theirs.
     * `training_reward`, `judged_reward`: means of the newest training episodes.
     * `rejected`, `overpaid`: share of these episodes that the judge scored higher, or lower, than training paid.
     * `unseen.KEY`: share of these episodes in which no prompt had the value of an input (`_inputs`).
@@ -166,7 +166,7 @@ class JudgedEpisodes:
         self._subject, self._held_out, self._swarm, self._arm = subject, held_out, swarm, arm
         self._judge = TaskJudge(subject)
         self._played: list[tuple[Task, list[Message], float]] = []
-        """Of the newest evaluation: held-out tasks, a conversation of each, and its score."""
+        """Held-out tasks of the newest evaluation, with a conversation of each and its score."""
 
     async def score(self, version: int, seed: int) -> HeldOutScore:
         """Has the arm's agent play the held-out tasks. The first `repeats` episodes of a task count.

@@ -20,8 +20,9 @@ from typing import Any
 import pytest
 
 from agentjet.errors import ConfigError
-from agentjet.research.campaign.campaign import OBSERVING, OFFLINE, Budget, Campaign, Question, rules
+from agentjet.research.campaign.campaign import OFFLINE, Campaign, rules
 from agentjet.research.campaign.report import build
+from agentjet.research.campaign.runs import OBSERVING, Budget, Question
 from agentjet.research.campaign.strategist import Intervention, ProposerAway, Strategist, View
 from agentjet.research.journal import NOTEBOOK, JournalEntry, Notebook
 from agentjet.research.models import Outcome, Trial

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from agentjet.errors import ConfigError
-from agentjet.research.campaign.campaign import Budget, Campaign, Question
+from agentjet.research.campaign.campaign import Campaign
 from agentjet.research.campaign.report import build, curves_of, gather, subject
+from agentjet.research.campaign.runs import Budget, Question
 from agentjet.research.campaign.strategist import Intervention, Proposer, ProposerAway, Strategist, View
 from agentjet.research.journal import JournalEntry, Notebook
 from agentjet.research.models import Outcome

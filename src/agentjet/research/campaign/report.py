@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from agentjet.errors import ConfigError
-from agentjet.research.campaign.campaign import PROMISING, amount
+from agentjet.research.campaign.campaign import PROMISING
+from agentjet.research.campaign.runs import amount
 from agentjet.research.campaign.strategist import WORTH
 from agentjet.research.journal import NOTEBOOK, JournalEntry, Notebook, described, proposer_of
 from agentjet.research.models import Trial, shortened

@@ -23,6 +23,7 @@ from collections.abc import Callable, Container, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
+from importlib.metadata import entry_points
 from importlib.util import find_spec
 from io import BytesIO
 from multiprocessing import get_context
@@ -33,7 +34,6 @@ from typing import Any
 from agentjet.client.agent_source import file_and_function, hash_of
 from agentjet.config.loader import leaves, parse_config
 from agentjet.errors import ConfigError
-from agentjet.recipes import registry
 from agentjet.research import arm_process
 from agentjet.research.arm_process import ArmFailed, ArmOrder
 from agentjet.research.campaign.strategist import Intervention
@@ -525,12 +525,13 @@ def is_installed_module(name: str) -> bool:
 
 def check_imports(settings: Mapping[str, Any], first: Mapping[str, Any]) -> None:
     """Raises `Refused` for code that a server would import and that the subject as given does not name."""
+    plug_ins = entry_points(group="agentjet.recipes").names
     for name, value in settings.items():
         is_name = name.startswith("job.recipe") and name.rpartition(".")[2] in NAMED_CODE and isinstance(value, str)
-        if is_name and value != first.get(name) and (":" in value or value in registry.installed()):
+        if is_name and value != first.get(name) and (":" in value or value in plug_ins):
             raise Refused(
                 f"{name} = {value!r}: it is code outside of a sandbox, and the subject does not name it: give a "
-                f"built-in one, such as {registry.DEFAULT}"
+                "built-in one"
             )
 
 
