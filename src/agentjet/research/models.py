@@ -428,11 +428,15 @@ class Study(Record):
     seed: int = 0
     subject: Subject | None = None
     """The trained subject; None if the runner decides."""
+    spread: float = 0.0
+    """Least standard deviation over seeds, if earlier seeds showed one. Few seeds may agree by chance."""
 
     def to_json(self) -> dict[str, Any]:
         """Omits a missing subject, so that ids and the seeds derived from them do not change."""
         content = {**super().to_json(), "hypotheses": tuple(claim.to_json() for claim in self.hypotheses)}
         del content["subject"]
+        if not self.spread:
+            del content["spread"]
         return content if self.subject is None else {**content, "subject": self.subject.to_json()}
 
     def __post_init__(self) -> None:

@@ -287,7 +287,7 @@ def stop_for_futility(
         if hypothesis.id in findings or min(len(a), len(b)) < MIN_SCORES:
             continue
         chance = predictive_power(
-            welch(a, b),
+            welch(a, b, study.spread),
             min(len(a), len(b)),
             study.looks[-1],
             sesoi=study.sesoi,
@@ -349,6 +349,7 @@ def finding(
         equivalence_level=shares.equivalence if look >= study.looks[-1] and not untested else None,
         different=min(different_runs(evidence.outcomes[arm]) for arm in (hypothesis.arm, hypothesis.against)),
         span=(min(all_scores), max(all_scores)),
+        spread=study.spread,
     )
     if reading.verdict == "inconclusive":
         reason = reason or "undecided at the last look"

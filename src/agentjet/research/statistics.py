@@ -42,11 +42,13 @@ class Difference:
         return self.estimate - half, self.estimate + half
 
 
-def welch(a: Sequence[float], b: Sequence[float]) -> Difference:
-    """Difference `a` minus `b`, of at least two scores each."""
+def welch(a: Sequence[float], b: Sequence[float], spread: float = 0.0) -> Difference:
+    """Difference `a` minus `b`, of at least two scores each. `spread` is a standard deviation that earlier seeds
+    showed: a sample may spread less by chance.
+    """
     if min(len(a), len(b)) < 2:
         raise ValueError(f"a spread needs two scores each, not {len(a)} and {len(b)}")
-    parts = [variance(x) / len(x) for x in (a, b)]
+    parts = [max(variance(x), spread**2) / len(x) for x in (a, b)]
     total = sum(parts)
     estimate = float(np.mean(a) - np.mean(b))
     if total == 0:
@@ -133,6 +135,7 @@ def read(
     equivalence_level: float | None,
     different: int = 1,
     span: tuple[float, float] = (-math.inf, math.inf),
+    spread: float = 0.0,
 ) -> LookResult:
     """Reads the claim "a scores higher than b" from the scores of one look.
 
@@ -141,12 +144,12 @@ def read(
       `equivalence_level` per side. None postpones this test to a later look.
     * Inconclusive: anything else. Scores without any spread are inconclusive too, because identical runs are not
       evidence, unless runs differ in something else: `different` is the number per arm that do, and `span` the range of
-      scores. Then a difference is read from `unseen_interval`, and there is no p-value.
+      scores. Then a difference is read from `unseen_interval`, and there is no p-value. `spread`: see `welch`.
 
     `difference_level` covers both sides. If `sesoi` is large relative to the error, only one side can err, with half of
     that chance. With a smaller `sesoi` the chance approaches all of it.
     """
-    found = welch(a, b)
+    found = welch(a, b, spread)
     low, high = found.interval(difference_level)
     verdict: Verdict = "inconclusive"
     level, p_value = difference_level, None if found.error == 0 and different > 1 else found.p_value()

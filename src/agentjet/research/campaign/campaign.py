@@ -62,6 +62,7 @@ from agentjet.research.models import (
 )
 from agentjet.research.report import StudyView
 from agentjet.research.scheduler import DIRECTIONAL, TrialRunner, conduct
+from agentjet.research.statistics import variance
 
 # ---- the campaign ----------------------------------------------------------------------------------------------------
 
@@ -149,6 +150,10 @@ class Campaign:
         """By commit, names of the interventions that were tried on it."""
         self.failures: dict[str, int] = {}
         """By name, rounds in which an intervention did not gain."""
+        self.studies = 0
+        """Number of studies so far."""
+        self.scores: dict[str, list[list[float]]] = {}
+        """By commit, the scores of each study of it."""
         self.unable: dict[str, str] = {}
         """By name, why an intervention has no score."""
 
@@ -330,6 +335,7 @@ class Campaign:
     def _confirm(self, number: int, position: Position, found: Screened) -> bool:
         """Conducts a study of the candidate against the base. True if it is supported."""
         self._check_budget(0)
+        self.studies += 1
         name = found.candidate.intervention.name
         study = self._study(number, position, found)
         content = {"study": study.to_json(), "name": name, "commit": found.candidate.commit}
@@ -339,6 +345,8 @@ class Campaign:
             "learned", self._conduct(study, found.candidate.intervention), key, [entry.number]
         )
         self.runs.spend(learned.content["spent"], learned.content["hours"])
+        for arm in study.arms:
+            self.scores.setdefault(arm.code, []).append(learned.content["outcomes"][arm.name])
         accepted: bool = learned.content["accepted"]
         if accepted:
             follow = {"base": found.candidate.commit, "reason": f"{name} is confirmed; the next changes build on it"}
@@ -360,10 +368,11 @@ class Campaign:
             (Hypothesis(f"{made.name}: {made.predicts}"[:300], "changed", "base", sign="+", why=made.why[:300]),),
             budget=round(budget, 6),
             reserve=0.0,
-            alpha=self.question.alpha,
+            alpha=self.question.alpha_of(self.studies),
             looks=self.question.looks,
             evaluator=self.question.evaluator,
             seed=seed_of(self.question, number),
+            spread=spread_of(self.scores.get(position.base.commit, ())),
         )
 
     def _conduct(self, study: Study, made: Intervention) -> dict[str, Any]:
@@ -567,6 +576,14 @@ def as_text(content: object) -> str:
     """Text for the notebook: valid Unicode of limited length."""
     text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
     return text[:LONGEST_TEXT].encode("utf-8", "replace").decode().replace("\0", "\N{REPLACEMENT CHARACTER}")
+
+
+def spread_of(studies: Sequence[Sequence[float]]) -> float:
+    """Standard deviation over the seeds of a commit within its studies, rounded; 0 without two seeds."""
+    known = [scores for scores in studies if len(scores) > 1]
+    degrees = sum(len(scores) - 1 for scores in known)
+    total = math.fsum((len(scores) - 1) * variance(scores) for scores in known)
+    return round(math.sqrt(total / degrees), 9) if degrees else 0.0
 
 
 OWN = 0.5

@@ -98,11 +98,18 @@ class Question(Record):
     sesoi: float = 0.05
     """The smallest effect of interest, as a share of the judge's scale."""
     alpha: float = 0.05
+    """Chance of any wrong verdict in the whole campaign. `alpha_of` gives a study its share."""
     looks: tuple[int, ...] = (4, 8, 12)
     evaluator: str = ""
     """Hash of the judge's files."""
     equal: Equal = "episodes"
     """Amount that is the same in full runs of all arms."""
+
+    def alpha_of(self, number: int) -> float:
+        """Alpha of the study with this number, from 1. All shares add up to `alpha`, however many studies follow: the
+        squares of 1/n add up to pi^2 / 6.
+        """
+        return self.alpha * 6 / (math.pi * number) ** 2
 
     @property
     def study_cost(self) -> float:
