@@ -32,7 +32,7 @@ from agentjet.types import Task
 
 # ---- records ---------------------------------------------------------------------------------------------------------
 
-Value = bool | int | float | str
+Value = bool | int | float | str | tuple[str, ...]
 Setting = Mapping[str, Value]
 """Settings by name, such as `job.optimizer.lr`, as `agentjet serve --set` takes them."""
 
@@ -94,7 +94,7 @@ def mistake(error: ValidationError, known: Iterable[str] = ()) -> str:
     key, value = ".".join(map(str, (*outer, last))), shortened(repr(detail["input"]), LONGEST)
     message = detail["msg"].removeprefix("Value error, ")
     if last == "bool" and detail["type"].startswith("bool"):  # the first type of a setting's value; no type fits
-        key, message = ".".join(map(str, outer)), "it must be text, a number, true or false"
+        key, message = ".".join(map(str, outer)), "it must be text, a number, true or false, or a list of texts"
     elif detail["type"] == "missing":
         return f"{key}: is required"
     elif detail["type"] in ("extra_forbidden", "unexpected_keyword_argument"):

@@ -531,9 +531,12 @@ class TrialProcess:
             facts |= {"held_out_before": known[0].mean, "held_out_after": known[last].mean}
             facts["held_out_error"] = math.hypot(known[0].error, known[last].error)
         facts |= weight_changes(Signals(outcome.signals))
-        settings = {
-            name: value for name, value in leaves((await self._swarm.job()).job, "job.") if isinstance(value, Value)
-        }
+        settings: dict[str, Value] = {}
+        for name, value in leaves((await self._swarm.job()).job, "job."):
+            if isinstance(value, list) and all(isinstance(one, str) for one in value):
+                settings[name] = tuple(value)
+            elif isinstance(value, bool | int | float | str):
+                settings[name] = value
         outcome = replace(outcome, settings=settings, facts=facts)
         return outcome if self._judged is None else await self._judged.with_training(outcome)
 

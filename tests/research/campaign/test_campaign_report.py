@@ -185,5 +185,5 @@ def test_a_note_of_people(tmp_path: Path) -> None:
     (tmp_path / "note.txt").write_text("the answers\nare *played*\n", encoding="utf-8")
     markdown = build(tmp_path)[0].read_text(encoding="utf-8")
     assert "campaign:* are \\*played\\*" in markdown and "The commits are not kept" in markdown
-    assert "at a level of 95.4 %" in markdown and "in simulations" in markdown.lower()
+    assert "at a level of 97.3 % in the first study" in markdown and "in simulations" in markdown.lower()
     assert "--budget 60runs --seed 0 --out NEW" in markdown

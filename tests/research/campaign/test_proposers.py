@@ -118,7 +118,7 @@ def test_prose_is_sent_back_and_then_returned() -> None:
         ({**PROPOSED, "kind": "evaluator"}, "kind = 'evaluator'"),
         ({**PROPOSED, "seeds": 10_000}, "unknown key"),
         ({**PROPOSED, "changes": {}}, "it changes nothing"),
-        ({**PROPOSED, "changes": {"a": [1]}}, "it must be text, a number, true or false"),
+        ({**PROPOSED, "changes": {"a": [1]}}, "it must be text, a number, true or false, or a list of texts"),
         ({**PROPOSED, "why": "x" * 3000}, "string should have at most 2000 characters"),
         ({"score": 1.0}, "Intervention: "),
     ],

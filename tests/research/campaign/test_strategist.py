@@ -8,8 +8,17 @@ from pathlib import Path
 
 import pytest
 
+from agentjet.config import parse_config
 from agentjet.research.campaign import strategist as edits
-from agentjet.research.campaign.strategist import facts_of, signs, table, unseen_fields
+from agentjet.research.campaign.strategist import (
+    Intervention,
+    Strategist,
+    View,
+    facts_of,
+    signs,
+    table,
+    unseen_fields,
+)
 from agentjet.research.diagnosis import SignRule
 from agentjet.research.models import Outcome, Transcript
 
@@ -25,6 +34,7 @@ SUBJECT = 'agent = "agent.py:agent"\ntasks = "tasks.jsonl"\nevaluator = "judge.p
         ('d = {"a": 1, "temperature": 0.1}\n', 'd = {"a": 1}\n'),
         ('d = {"temperature": 0.1, "a": 1}\n', 'd = {"a": 1}\n'),
         ("s = 'é'; f(s, temperature=0.1)\n", "s = 'é'; f(s)\n"),
+        ("WARM = 0.1\nf(x, temperature=WARM)\n", "WARM = 0.1\nf(x)\n"),
     ],
 )
 def test_a_fixed_argument_is_removed(source: str, wanted: str) -> None:
@@ -32,9 +42,28 @@ def test_a_fixed_argument_is_removed(source: str, wanted: str) -> None:
     assert edits.remove_argument(files, "temperature") == {"agent.py": wanted}
 
 
-def test_an_argument_that_is_computed_stays() -> None:
-    files = {"subject.toml": SUBJECT, "agent.py": "f(x, temperature=episode.warm)\n"}
-    assert edits.remove_argument(files, "temperature") == {}
+@pytest.mark.parametrize("name", ["temperature", "max_tokens"])
+@pytest.mark.parametrize(
+    "source",
+    [
+        "f(x, {0}=episode.warm)\n",
+        "from words import WARM\nf(x, {0}=WARM)\n",
+        "def f(x, {0}):\n    g(x, {0}={0})\nf(x, {0}=1)\n",
+        "options = dict({0}=1 + 1)\nf(x, **options)\n",
+    ],
+)
+def test_a_value_that_the_files_do_not_fix_is_overridden(name: str, source: str) -> None:
+    """In training. The agent's file stays."""
+    files = {"subject.toml": SUBJECT, "agent.py": source.format(name)}
+    assert edits.remove_argument(files, name) == {}
+    signals = {f"overridden/{name}": (1.0,) * 6, "completion/truncated": (0.5,) * 6}
+    for listed in ((), ("seed",)):
+        shown = run(signals=signals, settings={"job.sampling.override": listed, "job.temperature": 1.0})
+        view = View("t", shown, 1, set(), [], files, "")
+        made = next(one for one in Strategist().propose(view, 6) if not isinstance(one, str) and " + " not in one.name)
+        assert made.changes == {"job.sampling.override": (*listed, name)} and not made.patch
+        assert Intervention.from_json(made.to_json()) == made
+        parse_config(dict(made.changes))
 
 
 AGENT = """def agent(item, episode):

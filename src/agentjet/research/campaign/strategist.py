@@ -138,22 +138,34 @@ def agent_file(files: Files) -> tuple[str, str]:
 
 
 def remove_argument(files: Files, name: str) -> Files:
-    """Removes a constant argument `name=...` from calls, and a constant entry from requests, in the agent's file."""
+    """Removes an argument `name=...` from calls, and an entry from requests, in the agent's file, if it is a constant
+    or the name of one. Removes nothing if a function of the file takes it: then the value comes from elsewhere.
+    """
     file, _ = agent_file(files)
     if not file:
         return {}
     source = files[file]
+    tree = ast.parse(source)
+    if any(isinstance(node, ast.arg) and node.arg == name for node in ast.walk(tree)):
+        return {}
+    constants = {
+        target.id
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+
+    def is_fixed(value: ast.expr) -> bool:
+        return isinstance(value, ast.Constant) or (isinstance(value, ast.Name) and value.id in constants)
+
     spans: list[tuple[int, int]] = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Call):
-            spans += [
-                span_of(source, keyword)
-                for keyword in node.keywords
-                if keyword.arg == name and isinstance(keyword.value, ast.Constant)
-            ]
+            spans += [span_of(source, each) for each in node.keywords if each.arg == name and is_fixed(each.value)]
         elif isinstance(node, ast.Dict):
             for key, value in zip(node.keys, node.values, strict=True):
-                if isinstance(key, ast.Constant) and key.value == name and isinstance(value, ast.Constant):
+                if isinstance(key, ast.Constant) and key.value == name and is_fixed(value):
                     spans.append((span_of(source, key)[0], span_of(source, value)[1]))
     if not spans:
         return {}
@@ -249,6 +261,10 @@ LACKING = 0.2
 """Share of the prompts without an input from which it counts as unseen."""
 
 
+LISTS = frozenset({"job.sampling.override"})
+"""Settings to which several remedies add."""
+
+
 class Remedy(BaseModel):
     """A row of `remedies.toml`, which documents the fields."""
 
@@ -271,7 +287,13 @@ class Remedy(BaseModel):
         found: dict[str, Value] = {}
         for name, rule in self.set.items():
             present = settings.get(name)
-            value: Value = tomllib.loads(f"v = {rule[1:]}")["v"]
+            if rule[0] == "+":
+                listed = present if isinstance(present, tuple) else ()
+                if rule[1:] in listed:
+                    return {}
+                found[name] = (*listed, rule[1:])
+                continue
+            value: Any = tomllib.loads(f"v = {rule[1:]}")["v"]
             if rule[0] == "*":
                 if not isinstance(present, int | float) or isinstance(present, bool):
                     return {}
@@ -396,8 +418,9 @@ def combined(view: View, rows: Sequence[Remedy]) -> Intervention | None:
     changes: dict[str, Value] = {}
     used: list[Remedy] = []
     for row in rows:
-        news, changed = row.changes(run.settings), edited(row, view, files)
-        if (news and not changes.keys() & news.keys()) or changed:
+        changed = edited(row, view, files)
+        news = {} if changed else row.changes({**run.settings, **changes})
+        if (news and not {*changes} & {*news} - LISTS) or changed:
             changes |= news
             files |= changed
             used.append(row)

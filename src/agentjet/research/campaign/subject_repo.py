@@ -41,6 +41,7 @@ from agentjet.research.journal import write_whole
 from agentjet.research.models import (
     Address,
     Refused,
+    Setting,
     Subject,
     Trial,
     digest_of,
@@ -139,7 +140,12 @@ def steps_as(given: Subject, first: Subject) -> int:
 
 def episodes(given: Subject) -> float:
     """Training episodes of a batch."""
-    return float(given.settings.get("job.batch_size", 8)) * float(given.settings.get("job.group_size", 8))
+    return number(given.settings, "job.batch_size", 8) * number(given.settings, "job.group_size", 8)
+
+
+def number(settings: Setting, name: str, default: float) -> float:
+    value = settings.get(name, default)
+    return value if isinstance(value, int | float) else default
 
 
 def flat_toml(given: Subject) -> str:
@@ -304,7 +310,7 @@ class SubjectRepo:
 
     def subject_of(self, trial: Trial) -> Subject:
         """The subject of a trial whose arm is a commit."""
-        return self.subject(trial.arm, int(trial.setting.get("job.max_steps", 0)))
+        return self.subject(trial.arm, round(number(trial.setting, "job.max_steps", 0)))
 
     def judge_source(self) -> str:
         """Source of the evaluator's file."""
