@@ -332,10 +332,12 @@ class Notebook(StudyJournal):
         super().__init__(path / NOTEBOOK, **options)
 
     def spending(self, until: float = math.inf) -> dict[str, float]:
-        """Full runs and hours of work, up to a time."""
+        """Full runs and hours of work, those of proposers included, up to a time."""
         runs = [(entry.content["cost"], entry.content["hours"]) for entry in self.of("observed", until=until)]
         studies = [(entry.content["spent"], entry.content["hours"]) for entry in self.of("learned", until=until)]
-        return {"runs": math.fsum(cost for cost, _ in runs + studies), "hours": math.fsum(h for _, h in runs + studies)}
+        asked = [(0.0, entry.content.get("hours", 0.0)) for entry in self.of("intent", until=until)]
+        every = [*runs, *studies, *asked]
+        return {"runs": math.fsum(cost for cost, _ in every), "hours": math.fsum(hours for _, hours in every)}
 
     def standing(self, day: int = 0) -> dict[str, Any]:
         """Tries, findings, spending and the newest decision of a campaign: now, or at the end of a day since its start.

@@ -296,6 +296,34 @@ def test_a_gain_at_step_0_is_the_changes_own(own: bool, tmp_path: Path) -> None:
     assert "| mean at step 0 |" in markdown and "at step 0)" in markdown
 
 
+def test_the_time_of_proposers_counts(tmp_path: Path) -> None:
+    clock = FakeClock()
+
+    class Slow(Scripted):
+        def propose(self, view: View, most: int) -> Sequence[object]:
+            clock.seconds += 3 * 3600
+            return []
+
+    for _ in "again":
+        done, _ = campaign(tmp_path, question=Question("t", Budget(hours=48.0)), proposers=[Slow()], clock=clock)
+    assert done["spent"]["hours"] > 6
+    with Notebook(tmp_path, writer=False) as notebook:
+        assert notebook.spending()["hours"] == pytest.approx(done["spent"]["hours"])
+
+
+@pytest.mark.parametrize("rises", [True, False])
+def test_runs_that_have_not_converged(rises: bool, tmp_path: Path) -> None:
+    class Rising(FormulaRunner):
+        def collect(self, key: str) -> Outcome:
+            run = super().collect(key)
+            assert run.score is not None
+            return replace(run, curve=(0.1, run.score - (0.1 if rises else 0.0), run.score))
+
+    campaign(tmp_path, Rising(Commits()))
+    text = "The score of changed still rose between the last two evaluations: by 0.1 (at 95 %, 0.1 or more)."
+    assert (text in build(tmp_path)[0].read_text(encoding="utf-8")) is rises
+
+
 def test_edited_files_are_noted(tmp_path: Path) -> None:
     commits = Commits()
     commits.changed = ["agent.py"]

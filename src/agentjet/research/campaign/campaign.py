@@ -229,6 +229,7 @@ class Campaign:
                 asked,
                 [position.tip.entry],
             )
+            self.runs.spend(0.0, entry.content.get("hours", 0.0))
             for i, proposal in enumerate(entry.content["proposals"]):
                 key = f"round {number} {proposer.name} {i}"
                 try:
@@ -258,14 +259,16 @@ class Campaign:
             self.runs.tell(f"asking {proposer.name}, which may take minutes")
         tip, entries, files = position.tip, tuple(self.notebook.entries), self.repo.files(position.tip.commit)
         view = View(self.question.topic, tip.run, tip.entry, tried, entries, files, self.repo.judge_source())
+        begun, asked = self.runs.working_time(), {"proposer": proposer.name}
         try:
             answers = proposer.propose(view, most)
         except Exception as away:  # the boundary: a program or a model that answers may make a proposer fail anyhow
             if isinstance(away, OSError) and away.errno in PASSING:
                 raise
             text = str(away) if isinstance(away, ProposerAway) else one_line(away)
-            return {"proposer": proposer.name, "proposals": [], "away": as_text(text)}
-        return {"proposer": proposer.name, "proposals": [storable(answer) for answer in answers]}
+            answers, asked = [], {**asked, "away": as_text(text)}
+        hours = (self.runs.working_time() - begun) / 3600
+        return {**asked, "proposals": [storable(answer) for answer in answers], "hours": hours}
 
     def _screen(self, number: int, position: Position, candidates: list[Candidate]) -> list[Screened]:
         """Runs the candidates short, the better ones in full, with the seed of the base. Best first."""
@@ -381,15 +384,11 @@ class Campaign:
         runs = StudyRuns(self.runs)
         [finding], launcher = self.runs.patiently(lambda: conduct(study, StudyLog(), runs, commits))
         view = StudyView(launcher.log)
-        starts = {
-            arm.name: [
-                ended.curve[0]
-                for trial in launcher.log.trials.values()
-                for ended in launcher.log.outcomes.get(trial.id, ())
-                if trial.arm == arm.name and ended.score is not None and ended.curve
-            ]
-            for arm in study.arms
-        }
+        drawn: dict[str, list[tuple[float, ...]]] = {arm.name: [] for arm in study.arms}
+        for trial in launcher.log.trials.values():
+            ended = launcher.log.outcomes.get(trial.id, ())
+            drawn[trial.arm] += [each.curve for each in ended if each.score is not None and each.curve]
+        starts = {arm: [curve[0] for curve in every] for arm, every in drawn.items()}
         signals = [outcome.signals for of_trial in launcher.log.outcomes.values() for outcome in of_trial]
         return {
             "name": made.name,
@@ -398,6 +397,9 @@ class Campaign:
             "accepted": finding.verdict == "supported",
             "meaning": meaning(made, finding, starts),
             "starts": starts,
+            "last_rises": {
+                arm: [curve[-1] - curve[-2] for curve in every if len(curve) > 2] for arm, every in drawn.items()
+            },
             "outcomes": {arm.name: view.scores(arm.name) for arm in study.arms},
             "spent": launcher.spending.total + runs.repeated,
             "hours": (self.runs.working_time() - begun) / 3600,

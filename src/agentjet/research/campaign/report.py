@@ -18,6 +18,7 @@ from agentjet.research.journal import NOTEBOOK, JournalEntry, Notebook, describe
 from agentjet.research.models import Trial, shortened
 from agentjet.research.report import SIMULATED, curves, effects, files_of, number, write_files
 from agentjet.research.scheduler import DIRECTIONAL
+from agentjet.research.statistics import welch
 
 KNOWN_AS = {
     "llm": "a language model or the record of one (llm)",
@@ -182,7 +183,9 @@ def parts(name: str, study: JournalEntry, notebook: Notebook) -> list[str]:
 
 
 def doubts(learned: Mapping[str, Any], study: JournalEntry, notebook: Notebook) -> list[str]:
-    """Sentences about an early verdict, an interval beyond the range of the scores, and arms without spread."""
+    """Sentences about an early verdict, an interval beyond the range of the scores, runs that have not converged, and
+    arms without spread.
+    """
     finding, outcomes, looks = learned["finding"], learned["outcomes"], study.content["study"]["looks"]
     found = []
     if finding["verdict"] in DIRECTIONAL and finding["seeds"] in looks[:-1]:
@@ -197,6 +200,12 @@ def doubts(learned: Mapping[str, Any], study: JournalEntry, notebook: Notebook) 
                 f"All scores are from 0 to 1. If the judge pays nothing beyond, a base of {number(before)} leaves room "
                 f"for a difference of {0 - before:+.3g} to {1 - before:+.3g}. The interval reaches beyond, because "
                 "Welch's t does not know limits of scores."
+            )
+    for arm, rises in learned.get("last_rises", {}).items():
+        if len(rises) > 1 and (low := welch(rises, [0.0] * len(rises)).interval(0.05)[0]) > 0:
+            found.append(
+                f"The score of {arm} still rose between the last two evaluations: by {mean(rises)} (at 95 %, "
+                f"{number(low)} or more). So its runs have not converged, and longer ones may end otherwise."
             )
     if flat := [arm for arm, values in outcomes.items() if values and min(values) == max(values)]:
         found.append(f"All seeds of {' and '.join(flat)} scored the same. Welch's t assumes about normal scores.")
