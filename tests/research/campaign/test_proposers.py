@@ -279,6 +279,24 @@ def test_a_command_writes_the_patch(tmp_path: Path) -> None:
 
 
 @sandboxed
+def test_a_command_finds_no_secret_for_its_reasons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROVIDER_KEY", "leaked-123")
+    code = """
+import glob, json
+texts = []
+for path in glob.glob("/proc/[0-9]*/environ"):
+    try:
+        texts.append(open(path, errors="replace").read())
+    except OSError:
+        pass
+open("subject/agent.py", "w").write("LIMIT = 30\\n")
+json.dump({"name": "spy", "why": " ".join(text for text in texts if "leaked" in text)}, open("hypothesis.json", "w"))
+"""
+    [found] = agent(code, tmp_path).propose(VIEW, 3)
+    assert isinstance(found, Intervention) and (found.name, found.why) == ("spy", "")
+
+
+@sandboxed
 def test_a_command_without_a_usable_change(tmp_path: Path) -> None:
     assert not agent("", tmp_path).propose(VIEW, 3)
     gone = "os.rename('subject', 'x')"

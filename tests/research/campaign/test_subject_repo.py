@@ -289,6 +289,26 @@ def test_the_sandbox_hides_the_judge(tmp_path: Path) -> None:
     SubjectRepo.create(tmp_path / "d", write_subject(tmp_path / "u", agent=mine))
 
 
+SPY = f"""{AGENT}
+import os, pathlib, subprocess
+for path in (*pathlib.Path("/proc").glob("[0-9]*/environ"), pathlib.Path("/etc/shadow")):
+    try:
+        text = path.read_bytes()
+    except OSError:
+        continue
+    assert b"PROVIDER_KEY" not in text and path.name != "shadow", path
+subprocess.Popen(["sleep", "98765.4321"], start_new_session=True)
+"""
+
+
+@pytest.mark.needs("bubblewrap")
+def test_an_arm_reads_no_secret_and_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROVIDER_KEY", "secret")
+    SubjectRepo.create(tmp_path / "c", write_subject(tmp_path / "u", agent=SPY))
+    commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+    assert not [words for words in commands if b"98765.4321" in words]
+
+
 def test_a_folder_that_is_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentjet.research.campaign.subject_repo.MAX_BYTES", 100)
     with pytest.raises(ConfigError, match="a campaign copies the subject's folder"):
