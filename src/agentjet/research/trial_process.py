@@ -20,7 +20,7 @@ import re
 import signal
 import statistics
 import sys
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -122,29 +122,25 @@ class TaskJudge:
         except ConfigError:
             return 0.0
 
-    def telling_keys(self, tasks: Sequence[Task]) -> list[str]:
-        """Keys that hold the answer, besides the declared ones: the judge pays their values for their own tasks, and
-        not for tasks with other values. Keys in `shown` are inputs, also where the input is the answer.
+    def telling_keys(self, tasks: Sequence[Task], known: Iterable[str] = ()) -> list[str]:
+        """Keys that hold the answer, besides those `known` and those declared: the judge pays their values for their
+        own tasks, and not those of other tasks. Keys in `shown` are inputs, also where the input is the answer.
         """
-        rows = [(task, task.payload) for task in tasks[:MAX_TRIED] if isinstance(task.payload, dict)]
-        known = {*NAMES, *self._subject.hidden, *self._subject.shown}
+        rows = [task for task in tasks if isinstance(task.payload, dict)]
+        keys = {key for task in rows for key in task.payload}
         found = []
-        for key in sorted({key for _, payload in rows for key in payload} - known):
-            own = [self.pay(task, payload[key]) for task, payload in rows if key in payload]
-            others = [
-                self.pay(task, other)
-                for number, (task, payload) in enumerate(rows)
-                for other in [next_value(key, payload.get(key), rows[number + 1 :] + rows[:number])]
-                if other is not None
-            ]
-            if others and statistics.fmean(own) > TELLS and statistics.fmean(others) < statistics.fmean(own) / 2:
-                found.append(key)
+        for key in sorted(keys - {*NAMES, *known, *self._subject.hidden, *self._subject.shown}):
+            holders = [task for task in rows if key in task.payload][:MAX_TRIED]
+            others: dict[int, Any] = {}
+            for number, task in enumerate(holders):
+                for other in holders[number + 1 :] + holders[:number]:
+                    if other.payload[key] != task.payload[key]:
+                        others.setdefault(number, other.payload[key])
+            own = statistics.fmean(self.pay(task, task.payload[key]) for task in holders)
+            if others and own > TELLS:
+                paid = statistics.fmean(self.pay(holders[number], value) for number, value in others.items())
+                found += [key] if paid < own / 2 else []
         return found
-
-
-def next_value(key: str, value: Any, rows: Sequence[tuple[Task, Mapping[str, Any]]]) -> Any:
-    """The first other value of a key; None without one."""
-    return next((payload[key] for _, payload in rows if payload.get(key) not in (value, None)), None)
 
 
 class JudgedEpisodes:
@@ -158,7 +154,7 @@ class JudgedEpisodes:
     * `swapped`: pay of well paid held-out conversations under tasks with other answers, relative to that under theirs.
     * `training_reward`, `judged_reward`: means of the newest training episodes.
     * `rejected`, `overpaid`: share of these episodes that the judge scored higher, or lower, than training paid.
-    * `unseen.KEY`: share of these episodes in which no prompt had the value of an input (`_inputs`).
+    * `unseen.KEY`: share of these episodes in which no prompt had the value of an input (`_unseen`).
     """
 
     def __init__(self, subject: Subject, held_out: Sequence[Task], swarm: AsyncSwarm, arm: ArmClient) -> None:
@@ -224,7 +220,8 @@ class JudgedEpisodes:
         by_task: dict[str, tuple[float, float, int]] = {}
         newest: list[tuple[Task, Transcript]] = []
         tasks = {(task.task_set, task.id): task for task in self._arm.tasks}
-        telling = {*self._judge.telling_keys(self._arm.tasks), *self._subject.hidden}
+        held_out = {key for task in self._held_out if isinstance(task.payload, dict) for key in task.payload}
+        telling = {*await asyncio.to_thread(self._judge.telling_keys, self._arm.tasks, held_out), *self._subject.hidden}
         counted = 0
         async for episode in self._swarm.all_episodes(status="finished", mode="train"):
             assert episode.reward is not None, "a finished episode has a reward"
