@@ -140,6 +140,19 @@ def test_waits_while_all_runs_are_lost(tmp_path: Path, after: int) -> None:
     assert kinds(entries).count("learned") == 1 and done["spent"]["hours"] < 1
 
 
+def test_what_a_study_waited_for_is_known_on_resume(tmp_path: Path) -> None:
+    clock = FakeClock()
+    runner = Blackout(Commits(), clock=clock, after=6, until=20_000.0)
+    done, entries = campaign(tmp_path / "whole", runner, clock=clock)
+    learned = next(entry.number for entry in entries if entry.kind == "learned")
+    assert entries[learned - 1].content["probed"]["number"] > 0
+    with Notebook(tmp_path / "part", now=lambda: 0.0) as part:
+        for entry in entries[:learned]:
+            part.entry(entry.kind, entry.content, entry.because, key=entry.key)
+    again, _ = campaign(tmp_path / "part", runner, clock=clock)
+    assert again["spent"]["runs"] == pytest.approx(done["spent"]["runs"])
+
+
 def test_lost_runs_never_end_a_campaign(tmp_path: Path) -> None:
     commits, clock = Commits(), FakeClock()
     for after, message in (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import string
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -95,6 +96,15 @@ def test_the_judges_reward_is_a_copy() -> None:
     changed = edits.judge_reward(files, "def score(task, messages): return 1.0\n")
     assert changed["judge_reward.py"].startswith("def score")
     assert 'reward = "judge_reward.py:score"\n[settings]' in changed["subject.toml"]
+    assert edits.judge_reward({**files, **changed}, "x") == {}
+
+
+def test_less_is_better_is_negated_for_training() -> None:
+    files = {"subject.toml": f"best = 0\nworst = 10\n{SUBJECT}", "agent.py": AGENT}
+    changed = edits.judge_reward(files, "def score(task, messages): return 3.0\n")
+    space: dict[str, Any] = {}
+    exec(changed["judge_reward.py"], space)
+    assert 'reward = "judge_reward.py:negated"' in changed["subject.toml"] and space["negated"](None, []) == -3.0
     assert edits.judge_reward({**files, **changed}, "x") == {}
 
 

@@ -344,9 +344,13 @@ class Campaign:
         content = {"study": study.to_json(), "name": name, "commit": found.candidate.commit}
         because = [found.candidate.entry, found.seen.entry, position.base.entry]
         entry, key = self.runs.note("study", content, f"study {study.id}", because), f"learned {study.id}"
-        learned = self.notebook.known(key) or self.runs.note(
+        known = self.notebook.known(key)
+        learned = known or self.runs.note(
             "learned", self._conduct(study, found.candidate.intervention), key, [entry.number]
         )
+        if known and (probed := known.content.get("probed")):
+            self.runs.probes += probed["number"]
+            self.runs.spend(probed["runs"], probed["hours"])
         self.runs.spend(learned.content["spent"], learned.content["hours"])
         for arm in study.arms:
             self.scores.setdefault(arm.code, []).append(learned.content["outcomes"][arm.name])
@@ -379,11 +383,12 @@ class Campaign:
         )
 
     def _conduct(self, study: Study, made: Intervention) -> dict[str, Any]:
-        begun = self.runs.working_time()
+        begun, before, number = self.runs.working_time(), dict(self.runs.spent), self.runs.probes
         commits = {arm.name: arm.code for arm in study.arms}
-        runs = StudyRuns(self.runs)
-        [finding], launcher = self.runs.patiently(lambda: conduct(study, StudyLog(), runs, commits))
+        [finding], launcher = self.runs.patiently(lambda: conduct(study, StudyLog(), StudyRuns(self.runs), commits))
+        assert isinstance(launcher.runner, StudyRuns)
         view = StudyView(launcher.log)
+        probed = {name: self.runs.spent[name] - before[name] for name in before}
         drawn: dict[str, list[tuple[float, ...]]] = {arm.name: [] for arm in study.arms}
         for trial in launcher.log.trials.values():
             ended = launcher.log.outcomes.get(trial.id, ())
@@ -401,8 +406,9 @@ class Campaign:
                 arm: [curve[-1] - curve[-2] for curve in every if len(curve) > 2] for arm, every in drawn.items()
             },
             "outcomes": {arm.name: view.scores(arm.name) for arm in study.arms},
-            "spent": launcher.spending.total + runs.repeated,
-            "hours": (self.runs.working_time() - begun) / 3600,
+            "spent": launcher.spending.total + launcher.runner.repeated,
+            "hours": (self.runs.working_time() - begun) / 3600 - probed["hours"],
+            "probed": {"number": self.runs.probes - number, **probed},
             **{name: amount(signals, name) for name in ("episodes", "tokens")},
         }
 

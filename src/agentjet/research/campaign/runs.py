@@ -158,7 +158,8 @@ class CampaignRuns:
         """The first full run. Its tokens or seconds are those of every arm."""
         self._subject = ""
         """The commit of that run."""
-        self._probes = 0
+        self.probes = 0
+        """Number of times that the subject was run to see if servers run anything."""
         self._steps: dict[str, int] = {}
         """By commit, the steps of a full run, where tokens or seconds are equal."""
         self.spent = {"runs": 0.0, "hours": 0.0}
@@ -227,8 +228,8 @@ class CampaignRuns:
                 is_new, f"the first run was lost {MAX_ATTEMPTS} times: {lost.note}. Mend that and resume the campaign"
             )
             return True
-        self._probes += 1
-        probe = Trial(OBSERVING, self._subject, {}, seed_of(self.question, -1 - self._probes), "explore", SHORT)
+        self.probes += 1
+        probe = Trial(OBSERVING, self._subject, {}, seed_of(self.question, -1 - self.probes), "explore", SHORT)
         attempts = count(1)
 
         def until_it_runs() -> int:

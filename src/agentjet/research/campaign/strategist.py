@@ -209,9 +209,12 @@ def user_content(node: ast.AST) -> ast.expr | None:
 
 
 def judge_reward(files: Files, judge_source: str) -> Files:
-    """Pays in training what the judge pays, by a copy of its function."""
+    """Pays in training what the judge pays, by a copy of its function; negated if less is better."""
     subject = tomllib.loads(files["subject.toml"])
     _, function = file_and_function(str(subject["evaluator"]))
+    if judge_source and subject.get("best", 1.0) < subject.get("worst", 0.0):
+        negated = f"def negated(task, messages):\n    return -{function}(task, messages)\n"
+        judge_source, function = f"{judge_source}\n\n{negated}", "negated"
     named = f'reward = "{REWARD_FILE}:{function}"\n'
     if not judge_source or subject.get("reward") == f"{REWARD_FILE}:{function}":
         return {}
