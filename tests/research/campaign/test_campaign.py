@@ -12,7 +12,7 @@ import os
 import signal
 import sqlite3
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -324,17 +324,21 @@ def test_the_time_of_proposers_counts(tmp_path: Path) -> None:
         assert notebook.spending()["hours"] == pytest.approx(done["spent"]["hours"])
 
 
-@pytest.mark.parametrize("rises", [True, False])
-def test_runs_that_have_not_converged(rises: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("rises", "room", "says"), [(True, 0.2, True), (False, 0.2, False), (True, 0.0, False)])
+def test_runs_that_have_not_converged(rises: bool, room: float, says: bool, tmp_path: Path) -> None:
     class Rising(FormulaRunner):
         def collect(self, key: str) -> Outcome:
             run = super().collect(key)
             assert run.score is not None
             return replace(run, curve=(0.1, run.score - (0.1 if rises else 0.0), run.score))
 
-    campaign(tmp_path, Rising(Commits()))
+    def formula(settings: Mapping[str, Any]) -> dict[str, float]:
+        found = truncating(settings)
+        return {**found, "score": found["score"] + 0.2 - room}
+
+    campaign(tmp_path, Rising(Commits(), formula))
     text = "The score of changed still rose between the last two evaluations: by 0.1 (at 95 %, 0.1 or more)."
-    assert (text in build(tmp_path)[0].read_text(encoding="utf-8")) is rises
+    assert (text in build(tmp_path)[0].read_text(encoding="utf-8")) is says
 
 
 def test_edited_files_are_noted(tmp_path: Path) -> None:

@@ -478,12 +478,8 @@ class Campaign:
 
 
 DECIDING = (
-    "campaign/campaign.py",
-    "campaign/runs.py",
-    "campaign/strategist.py",
-    "scheduler.py",
-    "statistics.py",
-    "diagnosis.py",
+    *("campaign/campaign.py", "campaign/runs.py", "campaign/strategist.py"),
+    *("scheduler.py", "statistics.py", "diagnosis.py"),
 )
 """Source of the rules by which a campaign decides, besides `remedies.toml`."""
 

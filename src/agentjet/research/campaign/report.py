@@ -202,7 +202,8 @@ def doubts(learned: Mapping[str, Any], study: JournalEntry, notebook: Notebook) 
                 "Welch's t does not know limits of scores."
             )
     for arm, rises in learned.get("last_rises", {}).items():
-        if len(rises) > 1 and (low := welch(rises, [0.0] * len(rises)).interval(0.05)[0]) > 0:
+        has_room = 1 - math.fsum(outcomes[arm]) / max(1, len(outcomes[arm])) > study.content["study"]["sesoi"]
+        if len(rises) > 1 and has_room and (low := welch(rises, [0.0] * len(rises)).interval(0.05)[0]) > 0:
             found.append(
                 f"The score of {arm} still rose between the last two evaluations: by {mean(rises)} (at 95 %, "
                 f"{number(low)} or more). So its runs have not converged, and longer ones may end otherwise."
