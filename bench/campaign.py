@@ -27,7 +27,8 @@ from typing import Any
 import agentjet.research
 from agentjet.cli import example, load_example
 from agentjet.cli.research import local_slots
-from agentjet.research.campaign.campaign import Budget, Campaign, Question
+from agentjet.research.campaign.campaign import Campaign
+from agentjet.research.campaign.runs import Budget, Question
 from agentjet.research.campaign.strategist import Strategist, table
 from agentjet.research.campaign.subject_repo import SubjectRepo
 from agentjet.research.journal import Notebook
@@ -81,7 +82,7 @@ def play(name: str, healthy: SubjectRepo, out: Path, local: int) -> dict[str, An
     repo = SubjectRepo.create(out / name / "campaign", write_subject(out / name / "given", PLANTED[name]))
     began = time.monotonic()
     with Notebook(repo.folder) as notebook, SwarmRunner(repo.subject_of, repo.folder, local_slots(local)) as runner:
-        question = Question(f"Why does it not learn? ({name})", BUDGET, sesoi=SESOI, evaluator=repo.judge_hash)
+        question = Question(f"Why does it not learn? ({name})", BUDGET, sesoi=SESOI, **repo.rules)
         ending = Campaign(question, notebook, repo, runner, [Strategist()]).run()
         learned = [entry.content["verdict"] for entry in notebook.of("learned") if "verdict" in entry.content]
         studies = [[arm["code"] for arm in entry.content["study"]["arms"]] for entry in notebook.of("study")]

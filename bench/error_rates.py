@@ -5,8 +5,12 @@ because that could only reduce the number of verdicts. A verdict is wrong if it 
 effect that is not above the smallest effect of interest: for no effect, and for one of exactly that size. The size is
 measured in the root mean square of both arms' deviations over seeds. One arm's scores spread `UNEQUAL` times as far as
 the other's. Several claims share alpha by Holm's procedure: before the first wrong verdict, each claim that must not
-be supported is tested at no more than an equal share. So the sum of their rates bounds the rate of all. Prints a
-table, then one JSON object as the last line.
+be supported is tested at no more than an equal share. So the sum of their rates bounds the rate of all.
+
+`campaign_false` is the share of whole campaigns that end with a wrong claim: nothing differs, and a proposer has six
+new ideas a round that change nothing. `campaign_found` is the share of the changes with a real gain that campaigns
+confirm. Both are also measured by the rule of earlier versions, which spent alpha in each study. Scores are normal, or
+`BIMODAL`: a seed learns or it does not. Prints a table, then one JSON object as the last line.
 """
 
 from __future__ import annotations
@@ -14,15 +18,23 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+from unittest import mock
 
 import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
 from scipy import special
 
+from agentjet.research.campaign import campaign
+from agentjet.research.campaign.campaign import Campaign
+from agentjet.research.campaign.runs import Budget, Question
+from agentjet.research.campaign.strategist import Intervention, View
+from agentjet.research.journal import Notebook, StudyJournal
+from agentjet.research.models import Outcome, Trial, hash_of
+from agentjet.research.scheduler import DIRECTIONAL
 from agentjet.research.statistics import nominal_level
 from bench.machine import grid
 
@@ -101,6 +113,116 @@ def worst(scores: NDArray[np.float64], size: float, spreads: Sequence[float]) ->
     )
 
 
+# ---- campaigns -------------------------------------------------------------------------------------------------------
+
+BIMODAL = (0.2, 0.8)
+"""Scores of seeds that do not learn, and of seeds that do. Half of the seeds learn."""
+SPREADS: Mapping[str, float] = {"spread 0.1": 0.1, "spread 0.2": 0.2, "bimodal": 0.0}
+GAINS: Mapping[str, tuple[str, float, int]] = {
+    "0.2 at 0.1": ("spread 0.1", 0.2, 1),
+    "0.3 at 0.1": ("spread 0.1", 0.3, 1),
+    "0.4 at 0.2": ("spread 0.2", 0.4, 1),
+    "all seeds learn": ("bimodal", 0.0, 1),
+    "three of 0.3 at 0.1": ("spread 0.1", 0.3, 3),
+}
+"""By name: spread of the seeds, gain of a change, and number of such changes, one a round."""
+RUNS = 200.0
+"""Budget of a campaign."""
+
+
+class MemoryNotebook(Notebook):
+    """A notebook without a file."""
+
+    def __init__(self) -> None:
+        StudyJournal.__init__(self, None, now=lambda: 0.0)
+
+
+@dataclass
+class Simulated:
+    """Subject, runner, proposer and clock of a campaign. A commit ends with the number of its changes that gain."""
+
+    spread: str
+    gain: float = 0.0
+    real: int = 0
+    name: str = "ideas"
+    first: str = "subject 0"
+    asked: int = 0
+    trials: dict[str, Trial] = field(default_factory=dict)
+
+    def propose(self, view: View, most: int) -> list[Intervention]:
+        self.asked += 1
+        names = [f"idea {self.asked}.{number}" for number in range(most)]
+        names[0] += " gains" * (self.asked <= self.real)
+        return [Intervention(name, "settings", {"job.max_tokens": self.asked}) for name in names]
+
+    def commit(self, base: str, made: Intervention) -> str:
+        return f"{hash_of([base, made.name])} {int(base.split()[1]) + made.name.endswith('gains')}"
+
+    def files(self, commit: str) -> dict[str, str]:
+        return {}
+
+    def judge_source(self) -> str:
+        return ""
+
+    def changed_outside(self) -> list[str]:
+        return []
+
+    def has(self, key: str) -> bool:
+        return key in self.trials
+
+    def launch(self, key: str, trial: Trial) -> None:
+        self.trials[key] = trial
+
+    def collect(self, key: str) -> Outcome:
+        trial = self.trials[key]
+        rng, gains = np.random.default_rng([trial.seed, *trial.arm.encode()]), int(trial.arm.split()[1])
+        score = rng.normal(0.5 + gains * self.gain, SPREADS[self.spread])
+        if self.spread == "bimodal":
+            score = BIMODAL[int(gains > 0 or rng.random() < 0.5)] + rng.normal(0.0, 0.01)
+        return Outcome(trial.id, "completed", score=float(score), curve=(0.1, float(score)))
+
+    def time(self) -> float:
+        return 0.0
+
+    def sleep(self, seconds: float) -> None: ...
+
+
+def conducted(world: Simulated, seed: int) -> tuple[list[str], int]:
+    """The verdicts of a campaign, and the number of its accepted changes with a gain."""
+    notebook = MemoryNotebook()
+    whole = cast(Any, world)
+    ended = Campaign(
+        Question("t", Budget(runs=RUNS), seed), notebook, whole, whole, [whole], whole, lambda _: None
+    ).run()
+    return [entry.content["verdict"] for entry in notebook.of("learned")], int(ended["base"].split()[1])
+
+
+def campaigns(number: int) -> dict[str, Any]:
+    """Error rates and power of the present rule in so many campaigns each, and in a quarter of them by the earlier
+    rule (`each_study`), which spent alpha in each study and did not know the base's spread.
+    """
+    found: dict[str, Any] = {}
+    for rule, num, alpha_of in (
+        ("", number, Question.alpha_of),
+        ("_each_study", max(1, number // 4), lambda question, study: question.alpha),
+    ):
+        spread_of = campaign.spread_of if not rule else lambda studies: 0.0
+        with mock.patch.object(Question, "alpha_of", alpha_of), mock.patch.object(campaign, "spread_of", spread_of):
+            found[f"campaign_false{rule}"] = {
+                spread: float(np.mean([has_claim(conducted(Simulated(spread), seed)[0]) for seed in range(num)]))
+                for spread in SPREADS
+            }
+            found[f"campaign_found{rule}"] = {
+                name: float(np.mean([conducted(Simulated(*case), seed)[1] / case[2] for seed in range(-(-num // 10))]))
+                for name, case in GAINS.items()
+            }
+    return found
+
+
+def has_claim(verdicts: Sequence[str]) -> bool:
+    return not set(verdicts).isdisjoint(DIRECTIONAL)
+
+
 def draw(studies: int, seed: int = 0) -> NDArray[np.float64]:
     return np.random.default_rng(seed).normal(size=(2, studies, max(looks[-1] for looks in OTHERS)))
 
@@ -108,6 +230,7 @@ def draw(studies: int, seed: int = 0) -> NDArray[np.float64]:
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--studies", type=int, default=200_000)
+    parser.add_argument("--campaigns", type=int, default=1_000)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     scores = draw(options.studies, options.seed)
@@ -124,6 +247,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
             "equal": worst(scores, 1e-9, (1.0,)),
             "unequal": worst(scores, 1e-9, UNEQUAL),
         },
+        **campaigns(options.campaigns),
     }
     print(json.dumps(result))
     return result

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from agentjet.cli.main import app
 from agentjet.cli.research import line_of
-from agentjet.research.campaign.campaign import Budget, Question
+from agentjet.research.campaign.runs import Budget, Question
 from agentjet.research.campaign.subject_repo import SubjectRepo
 from agentjet.research.journal import DAY, Notebook
 from agentjet.research.models import Outcome

@@ -6,13 +6,31 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
+from agentjet.research.campaign.campaign import Campaign
+from agentjet.research.campaign.runs import Budget, Question
 from agentjet.research.report import FIFTH, SIMULATED
 from agentjet.research.statistics import nominal_level, read
-from bench.error_rates import ALPHA, CLAIMS, INTERESTS, LOOKS, UNEQUAL, called, draw, looked_at, main, single, worst
+from bench.error_rates import (
+    ALPHA,
+    CLAIMS,
+    INTERESTS,
+    LOOKS,
+    UNEQUAL,
+    MemoryNotebook,
+    Simulated,
+    called,
+    conducted,
+    draw,
+    looked_at,
+    main,
+    single,
+    worst,
+)
 
 DOC = Path(__file__).parents[2] / "docs" / "research.md"
 SCORES = draw(20_000, seed=1)
@@ -66,6 +84,33 @@ def test_no_report_says_less_than_is_simulated() -> None:
 
 
 def test_it_prints_a_table_and_an_object(capsys: pytest.CaptureFixture[str]) -> None:
-    result = main(["--studies", "500"])
+    result = main(["--studies", "500", "--campaigns", "1"])
     assert set(result["single"]) == {f"{unequal:g}" for unequal in UNEQUAL}
     assert capsys.readouterr().out.splitlines()[-1].startswith('{"studies": 500')
+
+
+def test_a_campaign_seldom_claims_what_is_not_there() -> None:
+    """`python -m bench.error_rates` has 1,000 of each. When each study spent alpha, three of these claimed a gain."""
+    claims = [conducted(Simulated("spread 0.2"), seed)[0] for seed in range(20)]
+    assert not [found for found in claims if "supported" in found]
+    assert conducted(Simulated("spread 0.1", 0.3, 1), 0)[1] == 1
+
+
+def test_earlier_seeds_of_the_base_show_its_spread() -> None:
+    """Seeds that learn or do not: four of each arm may agree by chance, and Welch's test is then sure."""
+    world = Simulated("bimodal")
+    question = Question("t", Budget(runs=200.0), seed=2)
+    notebook, whole = MemoryNotebook(), cast(Any, world)
+    Campaign(question, notebook, whole, whole, [whole], whole, lambda _: None).run()
+    studies = [entry.content["study"] for entry in notebook.of("study")]
+    assert len(studies) > 2 and "spread" not in studies[0] and all(study["spread"] > 0.1 for study in studies[1:])
+    assert [study["alpha"] for study in studies] == [question.alpha_of(k) for k in range(1, len(studies) + 1)]
+    a, b = [0.8, 0.81, 0.79, 0.8], [0.2, 0.21, 0.2, 0.19]
+    levels = {"sesoi": 0.05, "difference_level": 0.0066, "equivalence_level": None}
+    assert [read(a, b, **levels, spread=spread).verdict for spread in (0.0, 0.3)] == ["supported", "inconclusive"]
+
+
+def test_shares_of_alpha_add_up() -> None:
+    question = Question("t", Budget(runs=60.0))
+    shares = [question.alpha_of(number) for number in range(1, 10_000)]
+    assert sum(shares) == pytest.approx(question.alpha, rel=1e-3) and sum(shares) < question.alpha

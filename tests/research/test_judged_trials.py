@@ -3,7 +3,8 @@
 1. The arm plays the held-out tasks without their answers; the judge scores what the server recorded. The first episodes
    of a task count.
 2. A judge that fails stops the work; an arm that makes no call has failed itself.
-3. Facts about the training episodes: rewards beside the judge's scores, extremes by task, swapped answers.
+3. Facts about the training episodes: rewards beside the judge's scores, extremes by task, inputs that prompts lack.
+   Facts about the judge: its scale, and what it pays for answers of other tasks.
 4. The arm's process loads code once, prints do not disturb it, and its errors have file and line.
 """
 
@@ -14,6 +15,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,8 +28,8 @@ from agentjet.client import AsyncSwarm
 from agentjet.errors import AgentJetError, ConfigError
 from agentjet.research import arm_process
 from agentjet.research.arm_process import ArmClient, ArmFailed, ArmOrder
-from agentjet.research.models import Address, Outcome, Subject, Trial
-from agentjet.research.trial_process import JudgedEpisodes, TrialOrder, TrialProcess
+from agentjet.research.models import UNSEEN, Address, Outcome, Subject, Trial
+from agentjet.research.trial_process import JudgedEpisodes, TrialOrder, TrialProcess, paid_facts
 from agentjet.types import Task
 
 JUDGE = """
@@ -45,7 +47,10 @@ class Recorder:
 
     recorded: list[tuple[str, str, str, float]]
     played: list[Task] = field(default_factory=list)
-    tasks: tuple[Task, ...] = (Task("a", payload={"q": 1, "answer": "1"}), Task("b", payload={"q": 2, "answer": "2"}))
+    tasks: tuple[Task, ...] = (
+        Task("a", payload={"q": "i", "answer": "1"}),
+        Task("b", payload={"q": "ii", "answer": "2"}),
+    )
 
     async def all_episodes(self, *, status: str, mode: str, **filters: object) -> AsyncIterator[SimpleNamespace]:
         for number, (of, task, _, reward) in enumerate(self.recorded):
@@ -82,6 +87,120 @@ def subject(tmp_path: Path) -> Subject:
     (tmp_path / "held_out.jsonl").write_text("\n".join(map(json.dumps, held_out)))
     judge = f"{tmp_path / 'judge.py'}:score"
     return Subject("m", "a", "b", str(tmp_path / "held_out.jsonl"), judge, judged=True, hidden=("answer",))
+
+
+def with_held_out(subject: Subject, *rows: Mapping[str, Any], judge: str = "", **changed: Any) -> Subject:
+    """The subject with other held-out tasks, another judge and other fields."""
+    Path(subject.held_out).write_text("\n".join(json.dumps({"id": f"h{n}", **row}) for n, row in enumerate(rows)))
+    if judge:
+        Path(subject.evaluator.partition(":")[0]).write_text(judge)
+    return replace(subject, **changed)
+
+
+def swapped(subject: Subject, answers: Sequence[str]) -> dict[str, float]:
+    """The fact of an evaluation with these answers."""
+    recorded = [("eval", f"h{number}", answer, 0.0) for number, answer in enumerate(answers)]
+    judged = judged_by(subject, Recorder(recorded))
+    asyncio.run(judged.score(0, seed=1))
+    outcome = Outcome("t", "completed", 0.5)
+    return {name: asyncio.run(judged.with_training(outcome)).facts.get(name, -1.0) for name in ("swapped",)}
+
+
+LABELS = ["yes"] * 20 + ["no"] * 2
+GENEROUS = "def score(task, messages):\n    return 10.0 * messages[-1]['content'].isalpha()\n"
+TEN = "def score(task, messages):\n    return 3.0 + 7.0 * (messages[-1]['content'] == task.payload['answer'])\n"
+LAST = """
+def score(task, messages):
+    return float(messages[-1]["content"].split()[-1] == task.payload["answer"].split()[-1])
+"""
+
+
+@pytest.mark.parametrize(
+    ("judge", "answers", "labels", "scale", "leaks"),
+    [
+        ("", LABELS, LABELS, {}, False),  # 91 % of the labels are equal
+        ("", ["yes"] * 22, LABELS, {}, False),
+        (LAST, LABELS, [f"proof {n}: {label}" for n, label in enumerate(LABELS)], {}, False),
+        (TEN, list("abcdefgh"), list("abcdefgh"), {"best": 10.0}, False),
+        (GENEROUS, list("abcdefgh"), list("abcdefgh"), {"best": 10.0}, True),
+        (GENEROUS, ["yes"] * 22, LABELS, {"best": 10.0}, True),
+    ],
+)
+def test_a_leak_is_what_other_answers_would_not_earn(
+    judge: str, answers: list[str], labels: list[str], scale: dict[str, float], leaks: bool, subject: Subject
+) -> None:
+    rows = [{"q": n, "answer": label} for n, label in enumerate(labels)]
+    found = swapped(with_held_out(subject, *rows, judge=judge, **scale), answers)
+    assert (found["swapped"] > 0.9) is leaks and found["swapped"] >= 0.0
+
+
+@pytest.mark.parametrize(("best", "worst", "score"), [(10.0, 0.0, 0.5), (0.0, 10.0, 0.5), (20.0, 0.0, 0.25)])
+def test_scores_are_shares_of_the_declared_scale(best: float, worst: float, score: float, subject: Subject) -> None:
+    """Less is better if the worst score is the highest."""
+    ten = JUDGE.replace("float(", "10.0 * float(")
+    rows = [{"q": n, "answer": str(n)} for n in range(2)]
+    judged = judged_by(
+        with_held_out(subject, *rows, judge=ten, best=best, worst=worst),
+        Recorder([("eval", "h0", "0", 0.0), ("eval", "h1", "9", 0.0)]),
+    )
+    assert asyncio.run(judged.score(0, seed=1)).mean == score
+
+
+def test_a_score_outside_of_the_scale_names_the_way_out(subject: Subject) -> None:
+    outside = with_held_out(subject, {"q": 1, "answer": "1"}, judge=JUDGE.replace("float(", "10.0 * float("))
+    with pytest.raises(ConfigError, match=r"score = 10 of task 'h0' is outside of worst = 0 to best = 1: declare the"):
+        asyncio.run(judged_by(outside, Recorder([("eval", "h0", "1", 0.0)])).score(0, seed=1))
+
+
+@pytest.mark.parametrize(
+    ("pairs", "rejected", "overpaid"),
+    [
+        ([(0.0, 1.0), (0.0, 0.0)], 0.5, 0.0),
+        ([(1.0, 1.0), (1.0, 0.0)], 0.0, 0.5),
+        ([(10.0, 1.0), (0.0, 0.0), (5.0, 0.5)], 0.0, 0.0),  # another scale teaches the same
+        ([(-1.0, 0.0), (1.0, 1.0)], 0.0, 0.0),
+        ([(-1.0, 1.0), (1.0, 1.0), (1.0, 1.0), (1.0, 0.0)], 0.25, 0.25),
+    ],
+)
+def test_rewards_may_have_another_scale(pairs: list[tuple[float, float]], rejected: float, overpaid: float) -> None:
+    facts = paid_facts(pairs)
+    assert (facts["rejected"], facts["overpaid"]) == (rejected, overpaid)
+
+
+TRAINING = tuple(
+    Task(f"t{n}", payload={"q": f"{n} + {n}", "answer": str(2 * n), "label": str(2 * n), "solution": [f"{2 * n}"]})
+    for n in range(1, 9)
+)
+
+
+@pytest.mark.parametrize(
+    ("shown", "code", "prompts", "unseen"),
+    [
+        ((), "task.payload['q']", ["?"] * 8, {}),  # it may be metadata, or the answer
+        ((), "task.payload['q']", [f"{n} + {n}" for n in range(1, 5)] + ["?"] * 4, {"q": 0.5}),
+        ((), "", [f"{n} + {n}" for n in range(1, 5)] + ["?"] * 4, {}),
+        ((), "task.payload['label']", [f"is it {2 * n}" for n in range(1, 5)] + ["?"] * 4, {}),
+        (("q",), "", ["?"] * 8, {"q": 1.0}),
+        (("q",), "", [f"{n} + {n}" for n in range(1, 9)], {}),
+    ],
+)
+def test_inputs_are_declared_or_shown_by_the_agent_itself(
+    shown: tuple[str, ...], code: str, prompts: list[str], unseen: dict[str, float], subject: Subject, tmp_path: Path
+) -> None:
+    """Keys whose value the judge pays are neither inputs nor in what proposers read."""
+
+    class Prompting(Recorder):
+        async def episode_tree(self, episode: str) -> SimpleNamespace:
+            tree = await super().episode_tree(episode)
+            tree.calls[0].messages = [{"role": "user", "content": prompts[int(episode)]}]
+            return tree
+
+    (tmp_path / "agent.py").write_text(f"{code}\n")
+    given = replace(subject, shown=shown, agent=f"{tmp_path / 'agent.py'}:agent")
+    swarm = Prompting([("train", f"t{n + 1}", "x", 0.0) for n in range(8)], tasks=TRAINING)
+    run = asyncio.run(judged_by(given, swarm).with_training(Outcome("t", "completed", 0.5)))
+    assert {name.removeprefix(UNSEEN): share for name, share in run.facts.items() if name.startswith(UNSEEN)} == unseen
+    assert all(transcript.task.keys() == {"q"} for transcript in run.transcripts)
 
 
 def judged_by(subject: Subject, swarm: Recorder) -> JudgedEpisodes:
@@ -133,10 +252,10 @@ def test_what_is_seen_of_the_training_episodes(subject: Subject, tmp_path: Path)
     ended = Outcome("t", "completed", 0.5, (0.1, 0.5), {"reward/mean": (0.1, 0.2)}, facts={"tasks_shared": 3.0})
     run = asyncio.run(judged.with_training(ended))
     assert run.by_task == {"a": (0.0, 1.0, 2), "b": (0.0, 0.5, 2)}
-    shares = {"rejected": 1 / 3, "overpaid": 1 / 3, "swapped": 0.0}
+    shares = {"rejected": 1 / 3, "overpaid": 1 / 3}
     assert run.facts == pytest.approx({"training_reward": 0.5, "judged_reward": 2 / 3, "tasks_shared": 3.0, **shares})
     assert [(one.place, one.reward) for one in run.transcripts] == [("best", 1.0), ("median", 0.5), ("worst", 0.0)]
-    assert run.transcripts[0].task == {"q": 1} and Outcome.from_json(run.to_json()) == run
+    assert run.transcripts[0].task == {"q": "i"} and Outcome.from_json(run.to_json()) == run
     assert (run.score, run.signals) == (ended.score, ended.signals)
 
 
@@ -211,3 +330,24 @@ def test_the_process_ends_with_its_input_also_without_sigint(without: Callable[[
 def test_an_arm_that_does_not_load(code: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(ArmFailed, match=message):
         arm_process.checked(order(tmp_path, code))
+
+
+@pytest.mark.parametrize("endless", ["import time; time.sleep(600)", "while True: pass"])
+def test_an_import_that_never_ends_is_refused(endless: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arm_process, "LOADING_SECONDS", 1.0)
+    with pytest.raises(ArmFailed, match=r"agent\.py:agent: loading it and its tasks took longer than 1 s"):
+        arm_process.checked(order(tmp_path, endless))
+
+
+def test_what_an_arm_starts_ends_with_it(tmp_path: Path) -> None:
+    started = f"""
+import subprocess
+child = subprocess.Popen(["sleep", "600"], stdin=subprocess.DEVNULL)
+open({str(tmp_path / "pid")!r}, "w").write(str(child.pid))
+"""
+    arm_process.checked(order(tmp_path, started + CODE))
+    status = Path("/proc", (tmp_path / "pid").read_text(), "status")
+    deadline = time.monotonic() + 30.0
+    while status.exists() and "State:\tZ" not in status.read_text():
+        assert time.monotonic() < deadline, "it outlives the arm"
+        time.sleep(0.01)

@@ -63,6 +63,14 @@ def test_the_model_is_no_setting_of_the_base() -> None:
     check_job({"model.threads": 1, "server.port": 8401})
 
 
+@pytest.mark.parametrize(("size", "warns"), [(64, True), (8, False)])
+def test_a_plan_warns_of_unequal_episodes(size: int, warns: bool, tmp_path: Path) -> None:
+    file = tmp_path / "space.toml"
+    file.write_text(f"[arms.a]\n[arms.b]\nchanges = {{ 'job.batch_size' = {size}, 'job.max_tokens' = 9 }}\n")
+    page = plan_page(plan("a or b", budget=100, subject=SUBJECT, space=read_space(file)))
+    assert ("“b” learns from 512 episodes a step, and “a” from 64, in equally many steps" in page) is warns
+
+
 def test_an_error_of_a_space_file_names_no_option_of_the_command_line(tmp_path: Path) -> None:
     file = tmp_path / "space.toml"
     file.write_text("[arms.a]\n[arms.b]\nchanges = { 'job.batch_size' = 0 }\n")

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import os
 import re
@@ -24,7 +25,7 @@ import pytest
 from agentjet.errors import ConfigError
 from agentjet.research.journal import StudyFolder, StudyLog
 from agentjet.research.models import Arm, Diagnosis, Subject
-from agentjet.research.report import StudyView, build, check, gather, read_study, render
+from agentjet.research.report import StudyView, build, check, effects, gather, read_study, render
 from agentjet.research.scheduler import conduct
 from tests.research.reported import RICH, VERDICTS, Told, interrupted, rich_book
 from tests.research.world import STUDY, Formula, hill
@@ -282,3 +283,10 @@ def wide(setting: Any, fidelity: float) -> float:
 
 
 wide.calls = 0  # type: ignore[attr-defined]
+
+
+def test_a_figure_cuts_no_name() -> None:
+    claim = "pay what the judge pays + the job's length limit + ten times the learning rate"
+    found = {"claim": claim, "verdict": "supported", "estimate": 0.5, "low": 0.4, "high": 0.6}
+    drawn = re.findall(r">([^<]+)</text>", effects([found], 0.05))
+    assert " ".join(html.unescape(text) for text in drawn if html.unescape(text) in claim) == claim

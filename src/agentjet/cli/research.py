@@ -29,7 +29,7 @@ from agentjet.errors import ConfigError
 from agentjet.types import DEFAULT_RUN, JOURNAL
 
 if TYPE_CHECKING:
-    from agentjet.research.campaign.campaign import Question
+    from agentjet.research.campaign.runs import Question
     from agentjet.research.campaign.strategist import Proposer
     from agentjet.research.journal import JournalEntry, StudyLog
     from agentjet.research.models import Finding, Outcome, Setting, Subject
@@ -508,7 +508,7 @@ def start(
     the report is in the folder.
     """
     from agentjet.config.loader import check_model_name
-    from agentjet.research.campaign.campaign import Budget, Question
+    from agentjet.research.campaign.runs import Budget, Question
     from agentjet.research.campaign.subject_repo import SubjectRepo, read_subject
     from agentjet.research.journal import StudyFolder
 
@@ -526,7 +526,7 @@ def start(
     check_sandbox(unsafe)
     StudyFolder(out).make()
     repo = SubjectRepo.create(out, subject, unsafe=unsafe)
-    conduct(out, slots, asked, replace(question, evaluator=repo.judge_hash, equal=repo.equal), unsafe=unsafe)
+    conduct(out, slots, asked, replace(question, **repo.rules), unsafe=unsafe)
 
 
 def check_sandbox(unsafe: bool) -> None:
@@ -568,8 +568,9 @@ def conduct(
 ) -> None:
     """Runs a campaign from where its notebook stands to the report. A new one has a `question`."""
     from agentjet.client.threads import raise_on_signals
-    from agentjet.research.campaign.campaign import Campaign, Question
+    from agentjet.research.campaign.campaign import Campaign
     from agentjet.research.campaign.report import build
+    from agentjet.research.campaign.runs import Question
     from agentjet.research.campaign.strategist import Strategist
     from agentjet.research.campaign.subject_repo import SubjectRepo
     from agentjet.research.journal import Notebook
@@ -659,7 +660,7 @@ def demo(
     A model of random weights should answer in digits. Its agent allows three tokens and pays only answers without any
     other character. No change of a setting mends that.
     """
-    from agentjet.research.campaign.campaign import Budget, Question
+    from agentjet.research.campaign.runs import Budget, Question
     from agentjet.research.campaign.subject_repo import SubjectRepo
     from agentjet.research.journal import StudyFolder
 
@@ -674,7 +675,7 @@ def demo(
     # Only code of this repository runs, so the demo needs no sandbox.
     repo = SubjectRepo.create(out, out / "given" / "subject.toml", unsafe=True)
     topic, budget = "Why does the model not learn to answer in digits?", Budget.parse("30runs")
-    conduct(out, local_slots(local), [], Question(topic, budget, evaluator=repo.judge_hash), unsafe=True)
+    conduct(out, local_slots(local), [], Question(topic, budget, **repo.rules), unsafe=True)
     typer.echo(f"{time.monotonic() - began:.0f} s in all")
 
 

@@ -15,8 +15,10 @@ import functools
 import inspect
 import json
 import os
+import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -36,6 +38,8 @@ from agentjet.types import Task
 
 ENDING_SECONDS = 20.0
 """Time to abort live episodes."""
+LOADING_SECONDS = 300.0
+"""Time to import an arm's code and to make its tasks."""
 LONGEST_ANSWER = 64 << 20
 LONGEST_OUTPUT = 64 << 20
 """Bytes of what the agent prints. They go to the trial's log, so an endless print would fill the disk."""
@@ -230,6 +234,9 @@ def main() -> None:
             # Live episodes are aborted on exit. Not SIGINT: a signal that this thread gets does not wake the loop.
             with suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(serving.cancel)
+            time.sleep(2 * ENDING_SECONDS)
+            end_group(os.getpid())  # the arm's code holds the loop, and the trial that would kill it may be gone
+            os._exit(1)
 
         threading.Thread(target=read, daemon=True).start()
         await serving
@@ -298,7 +305,13 @@ async def started(order: ArmOrder) -> AsyncIterator[ArmClient]:
     arm = ArmClient(process)
     forwarding = asyncio.create_task(arm.forward_output())
     try:
-        arm.tasks = [Task(**task) for task in (await arm.ask(order.to_json()))["tasks"]]
+        try:
+            async with asyncio.timeout(LOADING_SECONDS):
+                answer = await arm.ask(order.to_json())
+        except TimeoutError:
+            process.kill()
+            raise ArmFailed(f"{order.agent}: loading it and its tasks took longer than {LOADING_SECONDS:g} s") from None
+        arm.tasks = [Task(**task) for task in answer["tasks"]]
         yield arm
     finally:
         await ended(process)
@@ -332,12 +345,12 @@ async def begun(order: ArmOrder) -> tuple[asyncio.subprocess.Process | AsyncProc
             raise ConfigError(f"{reason}; or run arms with the rights of this user (--unsafe)")
     pipe = asyncio.subprocess.PIPE
     return await asyncio.create_subprocess_exec(
-        *command, stdin=pipe, stdout=pipe, stderr=pipe, limit=LONGEST_ANSWER, **options
+        *command, stdin=pipe, stdout=pipe, stderr=pipe, limit=LONGEST_ANSWER, start_new_session=True, **options
     ), order
 
 
 async def ended(process: asyncio.subprocess.Process | AsyncProcess) -> None:
-    """Closes the process's input, and kills it if it does not end."""
+    """Closes the process's input, and kills it if it does not end. Kills what it started: a sandbox does so itself."""
     assert process.stdin is not None
     process.stdin.close()
     try:
@@ -346,6 +359,15 @@ async def ended(process: asyncio.subprocess.Process | AsyncProcess) -> None:
         with suppress(ProcessLookupError):
             process.kill()
         await process.wait()
+    finally:
+        if isinstance(process, asyncio.subprocess.Process):
+            end_group(process.pid)
+
+
+def end_group(leader: int) -> None:
+    """Kills the processes of a group, if that process leads one."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)
 
 
 def checked(order: ArmOrder) -> list[Task]:

@@ -332,10 +332,12 @@ class Notebook(StudyJournal):
         super().__init__(path / NOTEBOOK, **options)
 
     def spending(self, until: float = math.inf) -> dict[str, float]:
-        """Full runs and hours of work, up to a time."""
+        """Full runs and hours of work, those of proposers included, up to a time."""
         runs = [(entry.content["cost"], entry.content["hours"]) for entry in self.of("observed", until=until)]
         studies = [(entry.content["spent"], entry.content["hours"]) for entry in self.of("learned", until=until)]
-        return {"runs": math.fsum(cost for cost, _ in runs + studies), "hours": math.fsum(h for _, h in runs + studies)}
+        asked = [(0.0, entry.content.get("hours", 0.0)) for entry in self.of("intent", until=until)]
+        every = [*runs, *studies, *asked]
+        return {"runs": math.fsum(cost for cost, _ in every), "hours": math.fsum(hours for _, hours in every)}
 
     def standing(self, day: int = 0) -> dict[str, Any]:
         """Tries, findings, spending and the newest decision of a campaign: now, or at the end of a day since its start.
@@ -393,7 +395,11 @@ def described(entry: JournalEntry) -> tuple[str, str] | None:
             short = [
                 f"{each['name']} {each['score']:.3g}" for each in content.get("short", ()) if each["score"] is not None
             ]
-            gains = "; ".join(f"{each['name']} {each['gain']:+.3g}" for each in content["full"])
+            gains = "; ".join(
+                f"{each['name']} {each['gain']:+.3g}"
+                + (f" ({each['at_start']:+.3g} at step 0)" if each.get("at_start") is not None else "")
+                for each in content["full"]
+            )
             result = f"gain of one full run: {gains}" if gains else "no full run came back"
             return "screened", f"{result} (scores after a third: {'; '.join(short)})" if short else result
         case "study":
@@ -420,4 +426,5 @@ def outcome_of(observed: Mapping[str, Any]) -> str:
     if run["score"] is None:  # the error of a first run is the reason for the end
         return "no score" if run["end"] == "arm_failed" and observed["why"] == "the subject" else str(run["note"])
     causes = ", ".join(sign["cause"].replace("_", " ") for sign in observed["signs"])
-    return f"score {run['score']:.3g}; shows: {causes or 'no sign'}"
+    first = f" ({run['curve'][0]:.3g} at step 0)" if run.get("curve") else ""
+    return f"score {run['score']:.3g}{first}; shows: {causes or 'no sign'}"

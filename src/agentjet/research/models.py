@@ -33,7 +33,7 @@ from agentjet.types import Task
 
 # ---- records ---------------------------------------------------------------------------------------------------------
 
-Value = bool | int | float | str
+Value = bool | int | float | str | tuple[str, ...]
 Setting = Mapping[str, Value]
 """Settings by name, such as `job.optimizer.lr`, as `agentjet serve --set` takes them; of arms and trials also those of
 `OF_SUBJECT`."""
@@ -44,6 +44,14 @@ order of its training tasks."""
 
 def of_server(setting: Setting) -> Setting:
     return {name: value for name, value in setting.items() if name not in OF_SUBJECT}
+
+
+def number_of(setting: Setting, name: str, default: float) -> float:
+    """Returns the number of a setting. Raises `ConfigError` for another value."""
+    value = setting.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError(f"{name} = {value!r}: give a number")
+    return value
 
 
 @cache
@@ -103,7 +111,7 @@ def mistake(error: ValidationError, known: Iterable[str] = ()) -> str:
     key, value = ".".join(map(str, (*outer, last))), shortened(repr(detail["input"]), LONGEST)
     message = detail["msg"].removeprefix("Value error, ")
     if last == "bool" and detail["type"].startswith("bool"):  # the first type of a setting's value; no type fits
-        key, message = ".".join(map(str, outer)), "it must be text, a number, true or false"
+        key, message = ".".join(map(str, outer)), "it must be text, a number, true or false, or a list of texts"
     elif detail["type"] == "missing":
         return f"{key}: is required"
     elif detail["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
@@ -132,6 +140,8 @@ Judge = Callable[[Task, Sequence[Message]], float]
 Equal = Literal["episodes", "steps", "tokens", "seconds"]
 MEASURED: tuple[Equal, ...] = ("tokens", "seconds")
 """Amounts that only a run shows. A short run gives the length of an arm's full runs."""
+UNSEEN = "unseen."
+"""Beginning of the names of facts about inputs that prompts lack."""
 NOT_IMPORTED = frozenset({"__pycache__", "node_modules", "site-packages", "dist-packages"})
 FOREIGN_MARKERS = ("study.json", "notebook.sqlite", "journal.jsonl", "journal.sqlite", "pyvenv.cfg")
 """Files that mark a folder as not part of the code beside it: a study, a campaign, a data dir or an environment."""
@@ -181,6 +191,13 @@ class Subject(Record):
     """A `Judge` that pays the training episodes, in place of the reward that the agent returns."""
     hidden: tuple[str, ...] = ()
     """Keys of a held-out payload that only the judge reads. The agent gets those of training tasks."""
+    shown: tuple[str, ...] = ()
+    """Keys of a payload that a prompt may show."""
+    best: float = 1.0
+    worst: float = 0.0
+    """Scale of a `Judge`: the highest and the lowest score, or the reverse if less is better. Scores of judged runs are
+    shares of it.
+    """
     readable: tuple[str, ...] = ()
     """Folders that the arm's code may read, the first with the code. Empty: the code is not sandboxed."""
     equal: Equal = "episodes"
@@ -202,6 +219,15 @@ class Subject(Record):
             not math.isfinite(self.floor), f"subject.floor = {self.floor}: give the lowest score that a run may have"
         )
         refuse(not self.patience > 0, f"subject.patience = {self.patience}: give seconds above 0")
+        scale = f"worst = {self.worst:g}, best = {self.best:g}"
+        refuse(self.best == self.worst, f"{scale}: give the lowest and the highest score of the judge")
+        low, high = sorted((self.worst, self.best))
+        refuse(
+            self.judged and not low <= self.floor <= high,
+            f"floor = {self.floor:g} is outside of the judge's scale, {scale}: give a floor on it, or correct it",
+        )
+        both = sorted({*self.hidden} & {*self.shown})
+        refuse(bool(both), f"{both} is hidden and shown: keep it in one of the two keys")
 
     def agent_of(self, arm: str) -> str:
         return self.agents.get(arm, self.agent)
@@ -219,20 +245,23 @@ class Subject(Record):
     def to_json(self) -> dict[str, Any]:
         """Omits empty fields that older studies lack, so that ids and seeds of older studies do not change."""
         content = super().to_json()
-        for noted in ("files", "weights", "judged", "reward", "hidden", "readable", "num_tasks", "task_order"):
+        omitted = ("files", "weights", "judged", "reward", "hidden", "readable", "shown", "num_tasks", "task_order")
+        for noted in omitted:
             if not content[noted]:
                 del content[noted]
+        if (self.worst, self.best) == (0.0, 1.0):
+            del content["worst"], content["best"]
         return content if content.pop("equal") == "episodes" else content | {"equal": self.equal}
 
     def varied(self, setting: Setting) -> Subject:
         """Returns the subject of an arm: with what it sets of `OF_SUBJECT`."""
-        steps = int(setting.get("steps", self.steps))
+        steps = int(number_of(setting, "steps", self.steps))
         return replace(
             self,
             model=str(setting.get("model", self.model)),
             steps=steps,
             evaluations=min(self.evaluations, steps),
-            num_tasks=int(setting.get("tasks.number", self.num_tasks)),
+            num_tasks=int(number_of(setting, "tasks.number", self.num_tasks)),
             task_order=str(setting.get("tasks.order", self.task_order)),
         )
 
@@ -485,12 +514,14 @@ class Study(Record):
     """Form of the question that the topic was read as: see `topic.Form`. Empty if a person wrote the arms."""
     reading: str = ""
     """The reading of the topic, in a sentence."""
+    spread: float = 0.0
+    """Least standard deviation over seeds, if earlier seeds showed one. Few seeds may agree by chance."""
 
     def to_json(self) -> dict[str, Any]:
         """Omits what is missing, so that ids and the seeds derived from them do not change."""
         content = {**super().to_json(), "hypotheses": tuple(claim.to_json() for claim in self.hypotheses)}
         del content["subject"]
-        content = {name: value for name, value in content.items() if value or name not in ("form", "reading")}
+        content = {name: value for name, value in content.items() if value or name not in ("form", "reading", "spread")}
         return content if self.subject is None else {**content, "subject": self.subject.to_json()}
 
     def __post_init__(self) -> None:
@@ -556,7 +587,7 @@ class Transcript(Record):
     reward: float
     """As training paid."""
     judged: float | None = None
-    """Score of the judge for the same messages."""
+    """Score of the judge for the same messages, as a share of its scale."""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markdown_it import MarkdownIt
 
+from agentjet.config import parse_config
 from agentjet.errors import ConfigError
 from agentjet.research.diagnosis import MANY_FAILED, held_out_counts
 from agentjet.research.journal import StudyFolder, StudyLog, write_whole
@@ -138,6 +140,8 @@ UNEQUAL = 3.0
 """Ratio of deviations of two arms that strains the approximation of the boundary (see docs/research.md)."""
 FIFTH = 0.2
 """Share of the spread between seeds. With a smaller effect of interest, wrong verdicts are more frequent than alpha."""
+FAR_APART = 2
+"""Ratio of the episodes a step of two arms from which a plan warns."""
 SIMULATED = {"alpha": 0.05, "claims": 10, "even": 0.06, "uneven": 0.1, "fine": 0.16, "share": FIFTH}
 """Chances of any wrong verdict: the largest that `python -m bench.error_rates` finds for this alpha and up to so many
 claims. `even` and `uneven` spreads have an effect of interest of at least `share` of the spread, `fine` has less.
@@ -334,6 +338,22 @@ def limitations(view: StudyView, arms: Sequence[Facts]) -> Iterator[str]:
         yield "The plan has no hash of the evaluator, so this report cannot show that it stayed the same."
 
 
+def batch_warnings(study: Study) -> Iterator[str]:
+    """A warning about arms that learn from very different numbers of episodes in a step."""
+    try:
+        base = study.subject.settings if study.subject else {}
+        jobs = {arm.name: parse_config({**base, **arm.changes}).job for arm in study.arms if study.subject}
+    except ConfigError:  # Settings of another version.
+        return
+    sizes = sorted((job.batch_size * job.group_size, name) for name, job in jobs.items())
+    if sizes and sizes[-1][0] >= FAR_APART * sizes[0][0]:
+        (least, small), (most, large) = sizes[0], sizes[-1]
+        yield (
+            f"“{large}” learns from {most} episodes a step, and “{small}” from {least}, in equally many steps: a "
+            "difference may come from that. Change job.batch_size too, so that the numbers are equal."
+        )
+
+
 def tuning_limits(view: StudyView) -> Iterator[str]:
     for arm in view.study.arms:
         chosen = view.chosen.get(arm.name, {})
@@ -426,13 +446,19 @@ def effects(findings: Sequence[Mapping[str, Any]], sesoi: float) -> str:
         y, (low, middle, high) = 20 + ROW * (number + 0.5), (at(row[n]) for n in ("low", "estimate", "high"))
         interval = f"{row['estimate']:+.3g} ({row['low']:+.3g} to {row['high']:+.3g})"
         parts += [
-            label(0, y + 4, beginning(row["claim"], 34)),
+            *(label(0, y + 4 + 15 * place, line) for place, line in in_lines(row["claim"])),
             f'<path d="M{low:.1f} {y}H{high:.1f}" stroke="{COLOURS[0]}" stroke-width="3"/>',
             f'<circle cx="{middle:.1f}" cy="{y}" r="5" fill="{COLOURS[0]}"/>',
             label(WIDTH - 160, y - 3, row["verdict"].replace("_", " "), 'font-weight="bold"'),
             label(WIDTH - 160, y + 13, interval, 'font-size="11"'),
         ]
     return svg(height, parts)
+
+
+def in_lines(text: str) -> list[tuple[float, str]]:
+    """At most three lines of a name, with their distances from the middle line."""
+    lines = textwrap.wrap(text, 34, max_lines=3, placeholder=" …")
+    return [(place - (len(lines) - 1) / 2, line) for place, line in enumerate(lines)]
 
 
 def curves(named: Sequence[tuple[str, Sequence[Sequence[float]]]], steps: Sequence[int] = ()) -> str:
@@ -572,7 +598,8 @@ def plan_page(study: Study) -> str:
     """The page of a study before its data."""
     log = StudyLog()
     log.open_study(study)
-    return markdown("study.md.jinja", {**gather(StudyView(log)), "cost": estimate_cost(study), "figures": {}})
+    known = {"cost": estimate_cost(study), "warnings": [*batch_warnings(study)], "figures": {}}
+    return markdown("study.md.jinja", {**gather(StudyView(log)), **known})
 
 
 def build(log: StudyLog, out: Path) -> Path:

@@ -52,6 +52,7 @@ from agentjet.research.models import (
     Trial,
     canonical,
     hash_of,
+    number_of,
 )
 from agentjet.research.statistics import LookResult, nominal_level, predictive_power, read, welch
 
@@ -104,8 +105,8 @@ class Spending:
 def work_of(setting: Setting, steps: int) -> float:
     """Returns a number that is in proportion to the episodes of a run."""
     default = JobConfig.model_fields
-    sizes = [float(setting.get(f"job.{name}", default[name].default)) for name in ("batch_size", "group_size")]
-    return float(setting.get("steps", steps)) * sizes[0] * sizes[1]
+    sizes = [number_of(setting, f"job.{name}", default[name].default) for name in ("batch_size", "group_size")]
+    return number_of(setting, "steps", steps) * sizes[0] * sizes[1]
 
 
 def added_cost(reached: dict[str, float], trial: Trial) -> float:
@@ -319,7 +320,7 @@ def stop_for_futility(
         if hypothesis.id in findings or min(map(len, samples)) < MIN_SCORES:
             continue
         chance = predictive_power(
-            welch(*samples, weights=[*hypothesis.contrast.values()]),
+            welch(*samples, weights=[*hypothesis.contrast.values()], least_spread=study.spread),
             min(map(len, samples)),
             study.looks[-1],
             sesoi=hypothesis.sesoi or study.sesoi,
@@ -378,6 +379,7 @@ def finding(
         equivalence_level=shares.equivalence if look >= study.looks[-1] and not untested else None,
         different=min(different_runs(evidence.outcomes[arm]) for arm in arms) if hypothesis.metric == "score" else 1,
         span=(min(all_scores), max(all_scores)),
+        spread=study.spread,
     )
     if reading.verdict == "inconclusive":
         reason = reason or "undecided at the last look"

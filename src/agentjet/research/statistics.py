@@ -43,18 +43,22 @@ class Difference:
         return self.estimate - half, self.estimate + half
 
 
-def welch(*samples: Sequence[float], weights: Sequence[float] = (1.0, -1.0)) -> Difference:
-    """Weighted sum of the means of samples with at least two scores each: by default the first minus the second."""
+def welch(*samples: Sequence[float], weights: Sequence[float] = (1.0, -1.0), least_spread: float = 0.0) -> Difference:
+    """Weighted sum of the means of samples with at least two scores each: by default the first minus the second.
+
+    `least_spread` is a standard deviation that earlier seeds showed: a sample may spread less by chance.
+    """
     counts = [len(x) for x in samples]
     if min(counts) < 2:
         raise ValueError(f"a spread needs two scores each, not {' and '.join(map(str, counts))}")
-    parts = [weight**2 * variance(x) / len(x) for x, weight in zip(samples, weights, strict=True)]
+    variances = [max(variance(x), least_spread**2) for x in samples]
+    parts = [weight**2 * of / len(x) for x, weight, of in zip(samples, weights, variances, strict=True)]
     total = sum(parts)
     estimate = float(sum(weight * np.mean(x) for x, weight in zip(samples, weights, strict=True)))
     if total == 0:
         return Difference(estimate, 0.0, float(sum(counts) - len(counts)))
-    spread = sum(part**2 / (len(x) - 1) for part, x in zip(parts, samples, strict=True))
-    return Difference(estimate, math.sqrt(total), total**2 / spread)
+    of_degrees = sum(part**2 / (len(x) - 1) for part, x in zip(parts, samples, strict=True))
+    return Difference(estimate, math.sqrt(total), total**2 / of_degrees)
 
 
 def variance(scores: Sequence[float]) -> float:
@@ -134,6 +138,7 @@ def read(
     equivalence_level: float | None,
     different: int = 1,
     span: tuple[float, float] = (-math.inf, math.inf),
+    spread: float = 0.0,
 ) -> LookResult:
     """Reads the claim that a contrast of means is above 0, such as "a scores higher than b", from one look.
 
@@ -144,10 +149,10 @@ def read(
       evidence, unless runs differ in something else: `different` is the number per arm that do, and `span` the range of
       scores. Then a difference of two arms is read from `unseen_interval`, and there is no p-value.
 
-    `difference_level` covers both sides. If `sesoi` is large relative to the error, only one side can err, with half of
-    that chance. With a smaller `sesoi` the chance approaches all of it.
+    `spread` is `least_spread` of `welch`. `difference_level` covers both sides. If `sesoi` is large relative to the
+    error, only one side can err, with half of that chance. With a smaller `sesoi` the chance approaches all of it.
     """
-    found = welch(*samples, weights=weights)
+    found = welch(*samples, weights=weights, least_spread=spread)
     different = different if len(samples) == 2 else 1
     low, high = found.interval(difference_level)
     verdict: Verdict = "inconclusive"

@@ -35,6 +35,7 @@ from agentjet.research.models import (
     Study,
     Subject,
     Value,
+    number_of,
     refuse,
 )
 from agentjet.research.plan import METRIC, PlanPart, Space, SpaceArm
@@ -507,7 +508,7 @@ def _arm(levels: Setting, question: Question, given: Mapping[str, Sequence[Value
         changes["job.recipe.teacher"] = given["teacher"][0]
     if question.equal == "episodes" and len(sized := [name for name in SIZES if name in changes]) == 1:
         job = parse_config(subject.settings).job
-        size, name = int(changes[sized[0]]), sized[0]
+        size, name = int(number_of(changes, sized[0], 0)), sized[0]
         follows, every = (
             ("job.batch_size", job.batch_size * job.group_size)
             if name == SIZES[0]

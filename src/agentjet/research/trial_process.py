@@ -16,10 +16,11 @@ import asyncio
 import fcntl
 import json
 import math
+import re
 import signal
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,7 +28,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from agentjet.client.agent_source import one_line
+from agentjet.client.agent_source import file_and_function, one_line
 from agentjet.client.swarm_client import AsyncSwarm
 from agentjet.client.threads import exit_with_parent
 from agentjet.config.loader import leaves
@@ -37,6 +38,7 @@ from agentjet.research.arm_process import ArmClient, ArmFailed, ArmOrder, conver
 from agentjet.research.diagnosis import FAILED, PLAYS, Signals, last
 from agentjet.research.journal import write_whole
 from agentjet.research.models import (
+    UNSEEN,
     Address,
     End,
     Message,
@@ -58,10 +60,87 @@ MAX_JUDGED = 32
 """Maximum training episodes that the judge scores, for comparison with the training reward."""
 MAX_COUNTED = 4000
 """Maximum training episodes that are counted by task."""
+MAX_TRIED = 16
+"""Maximum tasks on which it is tried whether the value of a key is the answer."""
+MAX_PARTS = 8
+"""Maximum parts of a list that are tried as answers, and maximum tasks under which a conversation is tried."""
+FEWEST_SWAPPED = 4
+"""Fewest swapped conversations that tell of the judge."""
+TELLS = 0.75
+"""Mean pay from which the value of a key counts as the answer."""
+OVER = 1e-6
+"""Share of the scale that rounding may go beyond it."""
+NAMES = ("id", "task_set")
+"""Keys of a task that name it."""
 
 
 class NotScorable(AgentJetError):
     """The run cannot be scored."""
+
+
+class OffScale(ConfigError):
+    """A score is outside of the declared scale."""
+
+
+class TaskJudge:
+    """The evaluator of a judged subject. Its scores here are shares of its scale: 0 is `worst`, 1 is `best`."""
+
+    def __init__(self, subject: Subject) -> None:
+        """Raises `ConfigError` for an evaluator that cannot be loaded."""
+        self._subject, self._judge = subject, subject.load_judge()
+
+    def score(self, task: Task, messages: Sequence[Message]) -> float:
+        """Raises `ConfigError` for a judge that fails, and `OffScale`."""
+        subject, named = self._subject, f"subject.evaluator = {self._subject.evaluator!r}"
+        try:
+            score = float(self._judge(task, messages))
+        except Exception as error:  # the boundary: the user's judge may raise anything
+            text = f"{named} failed at task {task.id!r}: {one_line(error)}{place_of(error)}"
+            raise ConfigError(f"{text}. The judge is fixed: correct it and start with another --out") from error
+        if not math.isfinite(score):
+            raise ConfigError(f"{named}: score = {score} of task {task.id!r}")
+        share = (score - subject.worst) / (subject.best - subject.worst)
+        if not -OVER <= share <= 1 + OVER:
+            raise OffScale(
+                f"{named}: score = {score:g} of task {task.id!r} is outside of worst = {subject.worst:g} to best = "
+                f"{subject.best:g}: declare the judge's scale in subject.toml (best, worst), and start with another "
+                "--out"
+            )
+        return share
+
+    def pay(self, task: Task, value: Any) -> float:
+        """Mean score of a value as the answer, over its parts if it is a list or an object. A judge that cannot score
+        one pays 0. Raises `OffScale`.
+        """
+        parts = [*value.values()] if isinstance(value, dict) else value if isinstance(value, list | tuple) else None
+        if parts is not None:
+            return statistics.fmean(self.pay(task, part) for part in parts[:MAX_PARTS]) if parts else 0.0
+        try:
+            return self.score(task, [{"role": "user", "content": ""}, {"role": "assistant", "content": str(value)}])
+        except OffScale:
+            raise
+        except ConfigError:
+            return 0.0
+
+    def telling_keys(self, tasks: Sequence[Task], known: Iterable[str] = ()) -> list[str]:
+        """Keys that hold the answer, besides those `known` and those declared: the judge pays their values for their
+        own tasks, and not those of other tasks. Keys in `shown` are inputs, also where the input is the answer.
+        """
+        rows = [task for task in tasks if isinstance(task.payload, dict)]
+        keys = {key for task in rows for key in task.payload}
+        found = []
+        for key in sorted(keys - {*NAMES, *known, *self._subject.hidden, *self._subject.shown}):
+            holders = [task for task in rows if key in task.payload][:MAX_TRIED]
+            others: dict[int, Any] = {}
+            for number, task in enumerate(holders):
+                for other in holders[number + 1 :] + holders[:number]:
+                    if other.payload[key] != task.payload[key]:
+                        others.setdefault(number, other.payload[key])
+            own = statistics.fmean(self.pay(task, task.payload[key]) for task in holders)
+            if others and own > TELLS:
+                paid = statistics.fmean(self.pay(holders[number], value) for number, value in others.items())
+                found += [key] if paid < own / 2 else []
+        return found
 
 
 class JudgedEpisodes:
@@ -72,16 +151,18 @@ class JudgedEpisodes:
 
     Facts of such an outcome, beside those of `agentjet.research.diagnosis`:
 
-    * `swapped`: mean score of held-out conversations under the next task. A sound judge gives chance.
+    * `swapped`: pay of well paid held-out conversations under tasks with other answers, relative to that under theirs.
     * `training_reward`, `judged_reward`: means of the newest training episodes.
     * `rejected`, `overpaid`: share of these episodes that the judge scored higher, or lower, than training paid.
+    * `unseen.KEY`: share of these episodes in which no prompt had the value of an input (`_unseen`).
     """
 
     def __init__(self, subject: Subject, held_out: Sequence[Task], swarm: AsyncSwarm, arm: ArmClient) -> None:
         """Raises `ConfigError` for an evaluator that cannot be loaded."""
         self._subject, self._held_out, self._swarm, self._arm = subject, held_out, swarm, arm
-        self._judge = subject.load_judge()
-        self._swapped: list[float] = []
+        self._judge = TaskJudge(subject)
+        self._played: list[tuple[Task, list[Message], float]] = []
+        """Held-out tasks of the newest evaluation, with a conversation of each and its score."""
 
     async def score(self, version: int, seed: int) -> HeldOutScore:
         """Has the arm's agent play the held-out tasks. The first `repeats` episodes of a task count.
@@ -97,7 +178,7 @@ class JudgedEpisodes:
             status="finished", mode="eval", sort="oldest", min_version=version, max_version=version
         ):
             found.setdefault((episode.task_set, episode.task_id), []).append(episode.episode_id)
-        rewards, conversations = [], []
+        rewards, played = [], []
         for task in self._held_out:
             of_task = found.get((task.task_set, task.id), [])[: subject.repeats]
             if len(of_task) < subject.repeats:
@@ -105,24 +186,42 @@ class JudgedEpisodes:
             heard = [await self._conversation(episode) for episode in of_task]
             if not all(heard):
                 raise ArmFailed(f"held-out task {task.id!r}: the agent made no call of the model")
-            rewards.append([await self._judgement(task, messages) for messages in heard])
-            conversations.append(heard[0])
-        if any(isinstance(task.payload, dict) and {*subject.hidden} & {*task.payload} for task in self._held_out):
-            await self._swap(conversations)
+            rewards.append([await asyncio.to_thread(self._judge.score, task, messages) for messages in heard])
+            played.append((task, heard[0], rewards[-1][0]))
+        self._played = played
         return scoring(rewards, ended["plays"])
 
-    async def _swap(self, conversations: list[list[Message]]) -> None:
-        """Scores each conversation under the next held-out task. Only tasks with hidden answers can tell them apart."""
-        self._swapped = []
-        for task, messages in zip(self._held_out, conversations[1:] + conversations[:1], strict=True):
+    def _swapped(self) -> dict[str, float]:
+        """Scores well paid conversations under tasks whose hidden values all differ, and for which the judge does not
+        take theirs: in a sound exact match, many tasks may have equal answers.
+        """
+        hidden = [self._hidden(task) for task in self._held_out]
+        own, swapped = [], []
+        for place, (_, messages, score) in enumerate(self._played):
+            order = [*range(place + 1, len(hidden)), *range(place)]
+            others = [
+                self._held_out[number]
+                for number in order
+                if hidden[place]
+                and hidden[place].keys() == hidden[number].keys()
+                and all(value != hidden[number][key] for key, value in hidden[place].items())
+            ][:MAX_PARTS]
+            if score < 0.5 or not others:
+                continue
+            references = hidden[place].values()
+            apart = (one for one in others if all(self._judge.pay(one, value) < 0.5 for value in references))
             with suppress(ConfigError):
-                self._swapped.append(await self._judgement(task, messages))
+                swapped.append(self._judge.score(next(apart, others[0]), messages))
+                own.append(score)
+        return {"swapped": math.fsum(swapped) / math.fsum(own)} if len(own) >= FEWEST_SWAPPED else {}
 
     async def with_training(self, outcome: Outcome) -> Outcome:
         """The outcome with rewards by task, transcripts, and facts about the training episodes."""
         by_task: dict[str, tuple[float, float, int]] = {}
-        newest: list[dict[str, Any]] = []
+        newest: list[tuple[Task, Transcript]] = []
         tasks = {(task.task_set, task.id): task for task in self._arm.tasks}
+        held_out = {key for task in self._held_out if isinstance(task.payload, dict) for key in task.payload}
+        telling = {*await asyncio.to_thread(self._judge.telling_keys, self._arm.tasks, held_out), *self._subject.hidden}
         counted = 0
         async for episode in self._swarm.all_episodes(status="finished", mode="train"):
             assert episode.reward is not None, "a finished episode has a reward"
@@ -132,50 +231,80 @@ class JudgedEpisodes:
             if len(newest) < MAX_JUDGED and task and (messages := await self._conversation(episode.episode_id)):
                 judged = None
                 with suppress(ConfigError):  # a judge may need what training tasks lack
-                    judged = await self._judgement(task, messages)
-                shown = self._shown(task)
-                newest.append({"task": shown, "messages": tuple(messages), "reward": reward, "judged": judged})
+                    judged = await asyncio.to_thread(self._judge.score, task, messages)
+                shown = without(task.payload, telling)
+                newest.append((task, Transcript("best", shown, tuple(messages), reward, judged)))
             if (counted := counted + 1) >= MAX_COUNTED:
                 break
-        paid = [(one["reward"], one["judged"]) for one in newest if one["judged"] is not None]
-        facts = {"swapped": statistics.fmean(self._swapped)} if self._swapped else {}
-        if paid:
-            facts |= {
-                "training_reward": statistics.fmean(reward for reward, _ in paid),
-                "judged_reward": statistics.fmean(judged for _, judged in paid),
-                "rejected": statistics.fmean(judged > reward for reward, judged in paid),
-                "overpaid": statistics.fmean(reward > judged for reward, judged in paid),
-            }
-        return replace(outcome, facts={**outcome.facts, **facts}, transcripts=chosen(newest), by_task=by_task)
-
-    async def _judgement(self, task: Task, messages: list[Message]) -> float:
-        """Raises `ConfigError` for a judge that fails."""
-        named = f"subject.evaluator = {self._subject.evaluator!r}"
-        try:
-            score = float(await asyncio.to_thread(self._judge, task, messages))
-        except Exception as error:  # the boundary: the user's judge may raise anything
-            text = f"{named} failed at task {task.id!r}: {one_line(error)}{place_of(error)}"
-            raise ConfigError(f"{text}. The judge is fixed: correct it and start with another --out") from error
-        if not math.isfinite(score):
-            raise ConfigError(f"{named}: score = {score} of task {task.id!r}")
-        return score
+        found = [episode for _, episode in newest]
+        facts = await asyncio.to_thread(self._swapped)
+        facts |= paid_facts([(one.reward, one.judged) for one in found if one.judged is not None])
+        facts |= self._unseen(newest, telling)
+        return replace(outcome, facts={**outcome.facts, **facts}, transcripts=chosen(found), by_task=by_task)
 
     async def _conversation(self, episode_id: str) -> list[Message]:
         return conversation(await self._swarm.episode_tree(episode_id))
 
-    def _shown(self, task: Task) -> Any:
-        """A training task's payload without hidden keys."""
-        if not isinstance(task.payload, dict):
-            return task.payload
-        return {key: value for key, value in task.payload.items() if key not in self._subject.hidden}
+    def _hidden(self, task: Task) -> dict[str, Any]:
+        payload = task.payload if isinstance(task.payload, dict) else {}
+        return {key: payload[key] for key in self._subject.hidden if key in payload}
+
+    def _unseen(self, episodes: Sequence[tuple[Task, Transcript]], telling: Container[str]) -> dict[str, float]:
+        """Inputs that prompts lack: the declared ones, or those that the agent's code shows in some prompts only.
+
+        Other keys of a task may be answers, tests or metadata, so that no prompt may show them.
+        """
+        source = Path(file_and_function(self._subject.agent)[0])
+        code = source.read_text(encoding="utf-8", errors="replace") if source.is_file() else ""
+        asked = [
+            (task.payload, "\n".join(str(one["content"]) for one in episode.messages if one.get("role") != "assistant"))
+            for task, episode in episodes
+            if isinstance(task.payload, dict)
+        ]
+        found = {}
+        for key in sorted({key for payload, _ in asked for key in payload} - {*NAMES}):
+            declared = key in self._subject.shown
+            values = [(payload.get(key), prompt) for payload, prompt in asked]
+            plain = all(isinstance(value, str | int | float) and not isinstance(value, bool) for value, _ in values)
+            lacking = statistics.fmean(str(value) not in prompt for value, prompt in values)
+            in_some = plain and key not in telling and bool(re.search(rf"""["']{re.escape(key)}["']""", code))
+            if lacking and (declared or (not self._subject.shown and in_some and lacking < 1)):
+                found[f"{UNSEEN}{key}"] = lacking
+        return found
 
 
-def chosen(episodes: Sequence[Mapping[str, Any]]) -> tuple[Transcript, ...]:
+def without(payload: Any, keys: Container[str]) -> Any:
+    """A training task's payload without these keys."""
+    return {key: value for key, value in payload.items() if key not in keys} if isinstance(payload, dict) else payload
+
+
+def paid_facts(pairs: Sequence[tuple[float, float]]) -> dict[str, float]:
+    """Facts about rewards of training, and the judge's scores of the same episodes.
+
+    Rewards may have another scale than the judge, which trains the same. So they are read as they are, or from their
+    lowest to their highest as the judge's scores, whichever is closer to these.
+    """
+    if not pairs:
+        return {}
+    rewards, judged = (np.array(values) for values in zip(*pairs, strict=True))
+    paid, width = rewards, np.ptp(rewards)
+    if width > 0:
+        scaled = judged.min() + (rewards - rewards.min()) / width * np.ptp(judged)
+        paid = min(rewards, scaled, key=lambda values: float(np.abs(values - judged).sum()))
+    return {
+        "training_reward": float(rewards.mean()),
+        "judged_reward": float(judged.mean()),
+        "rejected": float(np.mean(judged > paid + OVER)),
+        "overpaid": float(np.mean(paid > judged + OVER)),
+    }
+
+
+def chosen(episodes: Sequence[Transcript]) -> tuple[Transcript, ...]:
     """The episodes with the highest, the median and the lowest reward; none twice."""
-    ranked = sorted(episodes, key=lambda one: -one["reward"])
+    ranked = sorted(episodes, key=lambda one: -one.reward)
     places = {"best": ranked[:1], "median": ranked[len(ranked) // 2 :][:1] if len(ranked) > 2 else []}
     places["worst"] = ranked[1:][-1:]
-    return tuple(Transcript(place, **one) for place, found in places.items() for one in found)  # type: ignore[arg-type]
+    return tuple(replace(one, place=place) for place, found in places.items() for one in found)  # type: ignore[arg-type]
 
 
 # ---- the process -----------------------------------------------------------------------------------------------------
@@ -293,6 +422,9 @@ class TrialProcess:
         self._held_out = order.subject.held_out_tasks()
         self._judged = JudgedEpisodes(order.subject, self._held_out, swarm, arm) if order.subject.judged else None
         self._evaluator = None if order.subject.judged else order.subject.load_evaluator()
+        subject = order.subject
+        width = subject.best - subject.worst
+        self._floor = (subject.floor - subject.worst) / width if subject.judged else subject.floor
         self._record = RunRecord.open(Path(order.run) / "record.json")
 
     async def run(self) -> Outcome:
@@ -312,7 +444,7 @@ class TrialProcess:
             with suppress(AgentJetError):  # a diverged policy fails its calls
                 await self._catch_up()
             if self._record.is_broken():
-                return self._outcome("diverged", self._record.floor(self._subject.floor), shortened(why))
+                return self._outcome("diverged", self._record.floor(self._floor), shortened(why))
             own = self._judged is not None and isinstance(error, ArmFailed)
             return self._outcome("arm_failed" if own else "infra_failed", None, shortened(why))
         end: End = "diverged" if self._record.is_broken() else "completed"
@@ -396,9 +528,12 @@ class TrialProcess:
             facts |= {"held_out_before": known[0].mean, "held_out_after": known[last].mean}
             facts["held_out_error"] = math.hypot(known[0].error, known[last].error)
         facts |= weight_changes(Signals(outcome.signals))
-        settings = {
-            name: value for name, value in leaves((await self._swarm.job()).job, "job.") if isinstance(value, Value)
-        }
+        settings: dict[str, Value] = {}
+        for name, value in leaves((await self._swarm.job()).job, "job."):
+            if isinstance(value, list) and all(isinstance(one, str) for one in value):
+                settings[name] = tuple(value)
+            elif isinstance(value, bool | int | float | str):
+                settings[name] = value
         outcome = replace(outcome, settings=settings, facts=facts)
         return outcome if self._judged is None else await self._judged.with_training(outcome)
 

@@ -5,18 +5,24 @@ The notebook has one writer, readers beside it, and entries that can only be add
 
 from __future__ import annotations
 
+import ast
+import json
+import math
 import os
 import signal
 import sqlite3
-from collections.abc import Sequence
-from dataclasses import replace
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from agentjet.errors import ConfigError
-from agentjet.research.campaign.campaign import OBSERVING, OFFLINE, Budget, Campaign, Question
+from agentjet.research.campaign.campaign import OFFLINE, Campaign, rules
+from agentjet.research.campaign.report import build
+from agentjet.research.campaign.runs import OBSERVING, Budget, Question
 from agentjet.research.campaign.strategist import Intervention, ProposerAway, Strategist, View
 from agentjet.research.journal import NOTEBOOK, JournalEntry, Notebook
 from agentjet.research.models import Outcome, Trial
@@ -109,6 +115,71 @@ def test_a_lost_run_is_repeated(tmp_path: Path) -> None:
     ]
 
 
+@dataclass
+class Blackout(FormulaRunner):
+    """Loses every run for a while, after so many results: the folder of the weights is away, or the GPU is taken."""
+
+    clock: FakeClock = field(default_factory=FakeClock)
+    after: int = 1
+    until: float = math.inf
+
+    def collect(self, key: str) -> Outcome:
+        self.after -= 1
+        if self.after >= 0 or self.clock.seconds > self.until:
+            return super().collect(key)
+        return Outcome(self.trial(key).id, "infra_failed", note="no such folder: weights")
+
+
+@pytest.mark.parametrize("after", [1, 2, 3, 6, 9])
+def test_waits_while_all_runs_are_lost(tmp_path: Path, after: int) -> None:
+    """In a screen, and in a study."""
+    clock = FakeClock()
+    runner = Blackout(Commits(), clock=clock, after=after, until=20_000.0)
+    done, entries = campaign(tmp_path, runner, clock=clock)
+    assert done["accepted"] == ["longer answers"] and clock.slept[:3] == [60.0, 120.0, 240.0]
+    assert kinds(entries).count("learned") == 1 and done["spent"]["hours"] < 1
+
+
+def test_what_a_study_waited_for_is_known_on_resume(tmp_path: Path) -> None:
+    clock = FakeClock()
+    runner = Blackout(Commits(), clock=clock, after=6, until=20_000.0)
+    done, entries = campaign(tmp_path / "whole", runner, clock=clock)
+    learned = next(entry.number for entry in entries if entry.kind == "learned")
+    assert entries[learned - 1].content["probed"]["number"] > 0
+    with Notebook(tmp_path / "part", now=lambda: 0.0) as part:
+        for entry in entries[:learned]:
+            part.entry(entry.kind, entry.content, entry.because, key=entry.key)
+    again, _ = campaign(tmp_path / "part", runner, clock=clock)
+    assert again["spent"]["runs"] == pytest.approx(done["spent"]["runs"])
+
+
+def test_lost_runs_never_end_a_campaign(tmp_path: Path) -> None:
+    commits, clock = Commits(), FakeClock()
+    for after, message in (
+        (0, "the first run was lost 3 times: no such folder: weights"),
+        (1, "Resume the campaign later"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            campaign(tmp_path / str(after), Blackout(commits, clock=clock, after=after), clock=clock)
+        done, _ = campaign(tmp_path / str(after), FormulaRunner(commits))
+        assert done["accepted"] == ["longer answers"]
+
+
+def test_an_arm_that_is_always_lost_is_not_waited_for(tmp_path: Path) -> None:
+    """The subject as given runs meanwhile, so the arm is the reason."""
+
+    class Heavy(FormulaRunner):
+        def collect(self, key: str) -> Outcome:
+            found, settings = super().collect(key), self.commits.settings(self.trial(key).arm)
+            lost = Outcome(found.trial, "infra_failed", note="out of memory")
+            return lost if settings["job.max_tokens"] > 10 else found
+
+    clock = FakeClock()
+    done, _ = campaign(tmp_path, Heavy(Commits()), clock=clock)
+    assert done["reason"] == "nothing is worth trying; longer answers could not run: out of memory"
+    assert clock.slept == []
+
+
 def test_waits_for_a_runner_that_is_away(tmp_path: Path) -> None:
     clock = FakeClock()
     done, _ = campaign(tmp_path, FormulaRunner(Commits(), away=5), clock=clock)
@@ -131,7 +202,7 @@ def test_no_signal_at_all(tmp_path: Path) -> None:
 
 
 def test_a_judge_that_leaks_ends_the_campaign(tmp_path: Path) -> None:
-    runner = FormulaRunner(Commits(), lambda _: {"score": 0.9, "swapped": 0.9})
+    runner = FormulaRunner(Commits(), lambda _: {"score": 0.9, "swapped": 1.0})
     done, entries = campaign(tmp_path, runner)
     assert "the judge pays answers that belong to other tasks" in done["reason"] and "study" not in kinds(entries)
 
@@ -148,7 +219,7 @@ def test_a_judge_that_scores_all_the_same_ends_the_campaign(tmp_path: Path) -> N
 def test_a_gain_by_a_leak_is_refused(tmp_path: Path) -> None:
     def formula(settings: Any) -> dict[str, float]:
         found = truncating(settings)
-        return {**found, "swapped": 0.9 if found["score"] > 0.6 else 0.1}
+        return {**found, "swapped": 1.0 if found["score"] > 0.6 else 0.1}
 
     done, entries = campaign(tmp_path, FormulaRunner(Commits(), formula))
     assert done["accepted"] == []
@@ -190,6 +261,86 @@ def test_another_question_on_the_same_folder_is_refused(tmp_path: Path) -> None:
         campaign(tmp_path / "b", question=Question("another", Budget(runs=60.0)))
 
 
+def test_other_rules_do_not_go_on_with_a_campaign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="Resume the campaign later"):
+        campaign(tmp_path, FormulaRunner(Commits(), away=10**6))
+    with monkeypatch.context() as other:
+        other.setattr("agentjet.research.campaign.campaign.rules", lambda: {"version": "9.9", "hash": "feed"})
+        with pytest.raises(
+            ConfigError, match=r"began by the rules of AgentJet 0\..*, and this is AgentJet 9\.9 \(feed\)"
+        ):
+            campaign(tmp_path)
+    done, entries = campaign(tmp_path)
+    assert done["accepted"] == ["longer answers"] and entries[0].content["rules"] == rules()
+
+
+def test_a_notebook_without_rules_says_so(tmp_path: Path) -> None:
+    with Notebook(tmp_path) as notebook:
+        content = {"question": QUESTION.to_json(), "first": Commits().first, "asks": OFFLINE, "limits": []}
+        notebook.entry("started", content, key="started")
+    _, entries = campaign(tmp_path)
+    assert "the rules at the start are not in this notebook" in entries[1].content["meaning"]
+
+
+def test_the_rules_are_code_and_not_comments(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, parse = rules()["hash"], ast.parse
+    for change, is_same in (("PROMISING = 2.0", False), ("# a remark", True), ('"""A remark."""', True)):
+        monkeypatch.setattr(ast, "parse", lambda text, change=change: parse(f"{text}\n{change}\n"))
+        assert (rules.__wrapped__()["hash"] == found) is is_same
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_gain_at_step_0_is_the_changes_own(own: bool, tmp_path: Path) -> None:
+    """An agent that computes the answer itself needs no learning."""
+
+    class Starting(FormulaRunner):
+        def collect(self, key: str) -> Outcome:
+            run = super().collect(key)
+            assert run.score is not None
+            return replace(run, curve=(run.score if own else 0.1, run.score))
+
+    _, entries = campaign(tmp_path, Starting(Commits()))
+    learned = next(entry.content for entry in entries if entry.kind == "learned")
+    assert ("the change itself makes most of the difference, and not learning" in learned["meaning"]) is own
+    assert "at step 0 the difference is +" in learned["meaning"] and len(learned["starts"]["base"]) == 4
+    screened = next(entry.content["full"][0] for entry in entries if entry.kind == "screened")
+    assert (screened["at_start"] > 0.3) is own
+    markdown = build(tmp_path)[0].read_text(encoding="utf-8")
+    assert "| mean at step 0 |" in markdown and "at step 0)" in markdown
+
+
+def test_the_time_of_proposers_counts(tmp_path: Path) -> None:
+    clock = FakeClock()
+
+    class Slow(Scripted):
+        def propose(self, view: View, most: int) -> Sequence[object]:
+            clock.seconds += 3 * 3600
+            return []
+
+    for _ in "again":
+        done, _ = campaign(tmp_path, question=Question("t", Budget(hours=48.0)), proposers=[Slow()], clock=clock)
+    assert done["spent"]["hours"] > 6
+    with Notebook(tmp_path, writer=False) as notebook:
+        assert notebook.spending()["hours"] == pytest.approx(done["spent"]["hours"])
+
+
+@pytest.mark.parametrize(("rises", "room", "says"), [(True, 0.2, True), (False, 0.2, False), (True, 0.0, False)])
+def test_runs_that_have_not_converged(rises: bool, room: float, says: bool, tmp_path: Path) -> None:
+    class Rising(FormulaRunner):
+        def collect(self, key: str) -> Outcome:
+            run = super().collect(key)
+            assert run.score is not None
+            return replace(run, curve=(0.1, run.score - (0.1 if rises else 0.0), run.score))
+
+    def formula(settings: Mapping[str, Any]) -> dict[str, float]:
+        found = truncating(settings)
+        return {**found, "score": found["score"] + 0.2 - room}
+
+    campaign(tmp_path, Rising(Commits(), formula))
+    text = "The score of changed still rose between the last two evaluations: by 0.1 (at 95 %, 0.1 or more)."
+    assert (text in build(tmp_path)[0].read_text(encoding="utf-8")) is says
+
+
 def test_edited_files_are_noted(tmp_path: Path) -> None:
     commits = Commits()
     commits.changed = ["agent.py"]
@@ -226,7 +377,50 @@ HOSTILE: tuple[object, ...] = (
     {"name": "x", "kind": "settings", "changes": {"job.group_size": 10**400, "job.batch_size": 1}},
     None,
     [[[[]]]],
+    {"name": "x\0y", "kind": "settings", "changes": {"job.max_tokens": 99}},
+    {"name": "x\ud800", "kind": "settings", "changes": {"job.max_tokens": 99}},
+    {"name": "x", "kind": "settings", "changes": {"job.max_tokens": 99}, "why": "\ud800"},
+    {"name": "x\ny", "kind": "settings", "changes": {"job.max_tokens": 99}},
+    {"name": "x", "kind": "settings", "changes": {"job.optimizer.lr": float("inf")}},
+    {"name": "x", "kind": "settings", "changes": {"job.max_tokens": 99}, "evidence": [10**30]},
+    {"name": "x", "kind": "agent", "patch": "x" * 10_000_000},
+    {"name": "x" * 10_000_000, "kind": "settings", "changes": {"job.max_tokens": 99}},
+    "\ud800\0" * 5_000_000,
+    json.loads("[" * 900 + "]" * 900),
 )
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        Intervention("x", "settings", {"job.max_tokens": math.inf}),
+        Intervention("x", "settings", {"job.max_tokens": 99}, why="\ud800"),
+        Intervention("x", "agent", patch="\ud800"),
+        Intervention("x", "settings", {"job.\0": 1}),
+        object(),
+        ValueError("out of range"),
+        SystemError("a library failed"),
+    ],
+)
+def test_an_odd_answer_is_recorded_and_never_fatal(tmp_path: Path, answer: Any) -> None:
+    """Also for a campaign that is resumed after it: the answer is in its notebook."""
+
+    class Odd(Scripted):
+        def propose(self, view: View, most: int) -> Sequence[object]:
+            if isinstance(answer, Exception):
+                raise answer
+            return [answer]
+
+    class Checking(Commits):
+        def commit(self, base: str, intervention: Intervention) -> str:
+            subprocess.run(["true", *intervention.changes], input=intervention.patch.encode(), check=True)
+            return super().commit(base, intervention)
+
+    for _ in "again":
+        done, entries = campaign(tmp_path, FormulaRunner(Checking()), proposers=[Odd()])
+        assert done["accepted"] == ["longer answers"]
+    asked = [entry.content for entry in entries if entry.kind == "intent" and entry.content.get("proposer") == "model"]
+    assert "refused" in kinds(entries) or all("a library" in one["away"] or "range" in one["away"] for one in asked)
 
 
 @pytest.mark.parametrize("hostile", HOSTILE, ids=range(len(HOSTILE)))

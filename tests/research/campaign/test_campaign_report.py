@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from agentjet.errors import ConfigError
-from agentjet.research.campaign.campaign import Budget, Campaign, Question
+from agentjet.research.campaign.campaign import Campaign
 from agentjet.research.campaign.report import build, curves_of, gather, subject
+from agentjet.research.campaign.runs import Budget, Question
 from agentjet.research.campaign.strategist import Intervention, Proposer, ProposerAway, Strategist, View
 from agentjet.research.journal import JournalEntry, Notebook
 from agentjet.research.models import Outcome
@@ -184,5 +185,5 @@ def test_a_note_of_people(tmp_path: Path) -> None:
     (tmp_path / "note.txt").write_text("the answers\nare *played*\n", encoding="utf-8")
     markdown = build(tmp_path)[0].read_text(encoding="utf-8")
     assert "campaign:* are \\*played\\*" in markdown and "The commits are not kept" in markdown
-    assert "at a level of 95.4 %" in markdown and "in simulations" in markdown.lower()
+    assert "at a level of 97.3 % in the first study" in markdown and "in simulations" in markdown.lower()
     assert "--budget 60runs --seed 0 --out NEW" in markdown

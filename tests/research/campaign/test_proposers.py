@@ -118,7 +118,7 @@ def test_prose_is_sent_back_and_then_returned() -> None:
         ({**PROPOSED, "kind": "evaluator"}, "kind = 'evaluator'"),
         ({**PROPOSED, "seeds": 10_000}, "unknown key"),
         ({**PROPOSED, "changes": {}}, "it changes nothing"),
-        ({**PROPOSED, "changes": {"a": [1]}}, "it must be text, a number, true or false"),
+        ({**PROPOSED, "changes": {"a": [1]}}, "it must be text, a number, true or false, or a list of texts"),
         ({**PROPOSED, "why": "x" * 3000}, "string should have at most 2000 characters"),
         ({"score": 1.0}, "Intervention: "),
     ],
@@ -131,7 +131,17 @@ def test_an_invalid_proposal_is_answered_with_the_reason(arguments: Mapping[str,
 
 
 @pytest.mark.parametrize(
-    "call", [LlmToolCall("c", "launch", "{}"), LlmToolCall("c", "read", "[1"), LlmToolCall("c", "read", "[]")]
+    "call",
+    [
+        LlmToolCall("c", "launch", "{}"),
+        LlmToolCall("c", "read", "[1"),
+        LlmToolCall("c", "read", "[]"),
+        LlmToolCall("c", "read", "[" * 100_000),
+        LlmToolCall("c", "notebook", '{"first": 1e999}'),
+        LlmToolCall("c", "propose", json.dumps(PROPOSED)[:-1] + ', "changes": {"job.optimizer.lr": 1e999}}'),
+        LlmToolCall("c", "propose", json.dumps(PROPOSED)[:-1] + ', "name": "\\ud800"}'),
+        LlmToolCall("c", "propose", json.dumps(PROPOSED)[:-1] + ', "evidence": [1e999]}'),
+    ],
 )
 def test_an_invalid_call_is_answered(call: LlmToolCall) -> None:
     assert ProposalTools(VIEW, 3).use(call).startswith("invalid: ")
@@ -266,6 +276,24 @@ def test_a_command_writes_the_patch(tmp_path: Path) -> None:
     assert isinstance(found, Intervention)
     assert (found.name, found.kind, found.why) == ("longer", "agent", "it is cut off")
     assert "-LIMIT = 3\n+LIMIT = 30\n" in found.patch and "+++ b/pay.py" in found.patch
+
+
+@sandboxed
+def test_a_command_finds_no_secret_for_its_reasons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROVIDER_KEY", "leaked-123")
+    code = """
+import glob, json
+texts = []
+for path in glob.glob("/proc/[0-9]*/environ"):
+    try:
+        texts.append(open(path, errors="replace").read())
+    except OSError:
+        pass
+open("subject/agent.py", "w").write("LIMIT = 30\\n")
+json.dump({"name": "spy", "why": " ".join(text for text in texts if "leaked" in text)}, open("hypothesis.json", "w"))
+"""
+    [found] = agent(code, tmp_path).propose(VIEW, 3)
+    assert isinstance(found, Intervention) and (found.name, found.why) == ("spy", "")
 
 
 @sandboxed

@@ -5,11 +5,21 @@ from __future__ import annotations
 import string
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from agentjet.config import parse_config
 from agentjet.research.campaign import strategist as edits
-from agentjet.research.campaign.strategist import facts_of, signs, table, unseen_fields
+from agentjet.research.campaign.strategist import (
+    Intervention,
+    Strategist,
+    View,
+    facts_of,
+    signs,
+    table,
+    unseen_fields,
+)
 from agentjet.research.diagnosis import SignRule
 from agentjet.research.models import Outcome, Transcript
 
@@ -25,6 +35,7 @@ SUBJECT = 'agent = "agent.py:agent"\ntasks = "tasks.jsonl"\nevaluator = "judge.p
         ('d = {"a": 1, "temperature": 0.1}\n', 'd = {"a": 1}\n'),
         ('d = {"temperature": 0.1, "a": 1}\n', 'd = {"a": 1}\n'),
         ("s = 'é'; f(s, temperature=0.1)\n", "s = 'é'; f(s)\n"),
+        ("WARM = 0.1\nf(x, temperature=WARM)\n", "WARM = 0.1\nf(x)\n"),
     ],
 )
 def test_a_fixed_argument_is_removed(source: str, wanted: str) -> None:
@@ -32,9 +43,28 @@ def test_a_fixed_argument_is_removed(source: str, wanted: str) -> None:
     assert edits.remove_argument(files, "temperature") == {"agent.py": wanted}
 
 
-def test_an_argument_that_is_computed_stays() -> None:
-    files = {"subject.toml": SUBJECT, "agent.py": "f(x, temperature=episode.warm)\n"}
-    assert edits.remove_argument(files, "temperature") == {}
+@pytest.mark.parametrize("name", ["temperature", "max_tokens"])
+@pytest.mark.parametrize(
+    "source",
+    [
+        "f(x, {0}=episode.warm)\n",
+        "from words import WARM\nf(x, {0}=WARM)\n",
+        "def f(x, {0}):\n    g(x, {0}={0})\nf(x, {0}=1)\n",
+        "options = dict({0}=1 + 1)\nf(x, **options)\n",
+    ],
+)
+def test_a_value_that_the_files_do_not_fix_is_overridden(name: str, source: str) -> None:
+    """In training. The agent's file stays."""
+    files = {"subject.toml": SUBJECT, "agent.py": source.format(name)}
+    assert edits.remove_argument(files, name) == {}
+    signals = {f"overridden/{name}": (1.0,) * 6, "completion/truncated": (0.5,) * 6}
+    for listed in ((), ("seed",)):
+        shown = run(signals=signals, settings={"job.sampling.override": listed, "job.temperature": 1.0})
+        view = View("t", shown, 1, set(), [], files, "")
+        made = next(one for one in Strategist().propose(view, 6) if not isinstance(one, str) and " + " not in one.name)
+        assert made.changes == {"job.sampling.override": (*listed, name)} and not made.patch
+        assert Intervention.from_json(made.to_json()) == made
+        parse_config(dict(made.changes))
 
 
 AGENT = """def agent(item, episode):
@@ -69,6 +99,15 @@ def test_the_judges_reward_is_a_copy() -> None:
     assert edits.judge_reward({**files, **changed}, "x") == {}
 
 
+def test_less_is_better_is_negated_for_training() -> None:
+    files = {"subject.toml": f"best = 0\nworst = 10\n{SUBJECT}", "agent.py": AGENT}
+    changed = edits.judge_reward(files, "def score(task, messages): return 3.0\n")
+    space: dict[str, Any] = {}
+    exec(changed["judge_reward.py"], space)
+    assert 'reward = "judge_reward.py:negated"' in changed["subject.toml"] and space["negated"](None, []) == -3.0
+    assert edits.judge_reward({**files, **changed}, "x") == {}
+
+
 def test_tasks_that_never_differ_are_left_out() -> None:
     rows = "".join(f'{{"id": "t{i}"}}\n' for i in range(8))
     files = {"subject.toml": SUBJECT, "tasks.jsonl": rows}
@@ -91,16 +130,17 @@ def run(**fields: object) -> Outcome:
 
 
 def test_fields_that_no_prompt_shows() -> None:
-    def said(digits: str, text: str) -> Transcript:
-        return Transcript("best", {"id": "1", "digits": digits}, ({"role": "user", "content": text},), 1.0)
-
-    hidden = run(transcripts=(said("1 2", "Which?"), said("3 4", "Which?")))
+    """The facts name inputs. What else is in a task may be its answer."""
+    hidden = run(facts={"unseen.digits": 0.5, "unseen.hint": 0.1})
     assert unseen_fields(hidden) == ["digits"] and "unseen_input" in {sign.cause for sign in signs(hidden)}
-    assert unseen_fields(run(transcripts=(said("1 2", "Which of 1 2?"), said("3 4", "Which?")))) == []
+    gold = Transcript(
+        "best", {"q": "1 2", "solution": "3", "level": 4, "is_new": True}, ({"role": "user", "content": "1 2"},), 1.0
+    )
+    assert not signs(run(transcripts=(gold, gold)))
 
 
 def test_a_leak_is_a_sign() -> None:
-    assert signs(run(score=0.9, facts={"swapped": 0.85}))[0].cause == "leaking_judge"
+    assert signs(run(score=0.9, facts={"swapped": 0.95}))[0].cause == "leaking_judge"
     assert not signs(run(score=0.9, facts={"swapped": 0.7}, curve=(0.1, 0.9)))
 
 
@@ -110,7 +150,7 @@ SETTINGS = ("job.temperature", "job.recipe.kl_coef", "job.optimizer.lr", "job.gr
 
 def test_every_row_refers_to_known_facts() -> None:
     full = run(
-        facts={"rejected": 0.1, "overpaid": 0.1, "swapped": 0.1},
+        facts={"rejected": 0.1, "overpaid": 0.1, "swapped": 0.1, "unseen.q": 1.0},
         signals=dict.fromkeys(SIGNALS, (1.0,) * 6),
         settings=dict.fromkeys(SETTINGS, 1.0),
         by_task={"a": (0.0, 1.0, 9)},

@@ -12,8 +12,10 @@
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -134,6 +136,21 @@ def test_the_judges_keys_are_fixed(repo: SubjectRepo, line: str) -> None:
         repo.commit(repo.first, patch("subject.toml", before, after))
 
 
+@pytest.mark.parametrize("key", ["job.recipe.name", "job.recipe", "job.recipe.loss", "job.recipe.loss.name"])
+def test_a_proposal_names_no_code_to_import(repo: SubjectRepo, key: str, tmp_path: Path) -> None:
+    """A server imports it outside of a sandbox, and so would a check of the settings."""
+    (tmp_path / "planted.py").write_text("raise SystemExit('imported')\n")
+    for path in ("planted:X", "typer.__main__:X"):
+        made = Intervention("code", "recipe", changes={key: path})
+        with pytest.raises(Refused, match=rf"{key} = '{path}': it is code outside of a sandbox"):
+            repo.commit(repo.first, made)
+    before = repo.files(repo.first)["subject.toml"]
+    with pytest.raises(Refused, match="it is code outside of a sandbox"):
+        repo.commit(repo.first, patch("subject.toml", before, f'{before}"{key}" = "planted:X"\n'))
+    built_in = Intervention("built in", "recipe", changes={"job.recipe.name": "rloo"})
+    assert repo.subject(repo.commit(repo.first, built_in)).settings["job.recipe.name"] == "rloo"
+
+
 def test_code_that_does_not_load_is_refused(repo: SubjectRepo) -> None:
     def fails(order: ArmOrder) -> list[Task]:
         raise ArmFailed("agent.py: ImportError: no module (agent.py:1)")
@@ -178,12 +195,50 @@ def test_the_judge_is_locked(repo: SubjectRepo) -> None:
             r"no held-out task has 'anwser': unknown key; did you mean answer\?",
         ),
         ("steps = 12", "steps =", r"subject\.toml: .*line 6"),
+        ("steps = 12", "steps = 12\nbest = 0", r"worst = 0, best = 0: give the lowest and the highest score"),
+        ("steps = 12", "steps = 12\nfloor = -1", r"floor = -1 is outside of the judge's scale, worst = 0, best = 1"),
+        ("steps = 12", 'steps = 12\nshown = ["answer"]', r"\['answer'\] is hidden and shown"),
+        ("steps = 12", 'steps = 12\nshown = ["qestion"]', r"no held-out task has 'qestion'.*did you mean question"),
     ],
 )
 def test_a_wrong_subject_file(tmp_path: Path, before: str, after: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         SubjectRepo.create(tmp_path / "c", write_subject(tmp_path / "u", subject=SUBJECT.replace(before, after)), loads)
     assert not (tmp_path / "c" / "source.json").exists(), "the next start begins anew"
+
+
+HELD = [{"id": str(n), "question": f"{n} + {n}", "answer": str(2 * n)} for n in range(6)]
+
+
+def subject_with(folder: Path, key: str, values: Sequence[object], line: str = "") -> Path:
+    rows = "".join(f"{json.dumps({**row, key: value})}\n" for row, value in zip(HELD, values, strict=True))
+    return write_subject(folder, held_out=rows, subject=SUBJECT.replace("steps", f"{line}\nsteps", 1))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [[str(2 * n) for n in range(6)], [[str(2 * n)] for n in range(6)], ["2"] + [str(2 * n) for n in range(1, 6)]],
+)
+def test_a_key_that_holds_the_answer_is_refused(values: Sequence[object], tmp_path: Path) -> None:
+    """The judge pays its value. Else an arm could show it to the policy, and any subject would be mended so."""
+    way_out = r"'label' holds the answer, .*hidden = \[\"answer\", \"label\"\].* to shown"
+    with pytest.raises(ConfigError, match=way_out):
+        SubjectRepo.create(tmp_path / "c", subject_with(tmp_path / "u", "label", values), loads)
+    for number, line in enumerate(('shown = ["label"]', 'hidden = ["answer", "label"]')):
+        SubjectRepo.create(tmp_path / f"{number}", subject_with(tmp_path / "u", "label", values, line), loads)
+
+
+@pytest.mark.parametrize(
+    "values", [[3] * 6, [True, False] * 3, ["a", "b", "4", "c", "d", "e"], [["0", "2", "4"]] * 6, [None] * 6]
+)
+def test_other_keys_are_no_answers(values: Sequence[object], tmp_path: Path) -> None:
+    SubjectRepo.create(tmp_path / "c", subject_with(tmp_path / "u", "level", values), loads)
+
+
+def test_the_scale_of_the_judge(tmp_path: Path) -> None:
+    declared = write_subject(tmp_path / "u", subject=f"best = 10\nworst = -2\n{SUBJECT}")
+    repo = SubjectRepo.create(tmp_path / "c", declared, loads)
+    assert repo.rules["metric"].endswith("as a share of its scale, -2 to 10") and repo.subject(repo.first).floor == -2
 
 
 def test_a_text_file_is_utf_8(tmp_path: Path) -> None:
@@ -232,6 +287,26 @@ def test_the_sandbox_hides_the_judge(tmp_path: Path) -> None:
         SubjectRepo.create(tmp_path / "c", write_subject(tmp_path / "u", agent=spying))
     mine = f"{AGENT}\nimport os\nopen('words.py').read()\nopen(os.environ['HOME'] + '/x', 'w').write('')\n"
     SubjectRepo.create(tmp_path / "d", write_subject(tmp_path / "u", agent=mine))
+
+
+SPY = f"""{AGENT}
+import os, pathlib, subprocess
+for path in (*pathlib.Path("/proc").glob("[0-9]*/environ"), pathlib.Path("/etc/shadow")):
+    try:
+        text = path.read_bytes()
+    except OSError:
+        continue
+    assert b"PROVIDER_KEY" not in text and path.name != "shadow", path
+subprocess.Popen(["sleep", "98765.4321"], start_new_session=True)
+"""
+
+
+@pytest.mark.needs("bubblewrap")
+def test_an_arm_reads_no_secret_and_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROVIDER_KEY", "secret")
+    SubjectRepo.create(tmp_path / "c", write_subject(tmp_path / "u", agent=SPY))
+    commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+    assert not [words for words in commands if b"98765.4321" in words]
 
 
 def test_a_folder_that_is_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

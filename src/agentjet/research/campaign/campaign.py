@@ -6,287 +6,66 @@ lack.
 The *base* is the subject with every confirmed change. The *tip* is a commit on top of it whose changes are not
 confirmed yet: if a change ends a sign and the score stays, the next proposals build on it, because one trouble can hide
 another. A study always compares with the base.
-
-`CampaignRuns` launches each run once, within the budget, and waits while servers or disks fail. A launch has an
-`intent` entry first; the runner is asked for its key before it launches. A run has an `observed` entry with its cost.
-Spending counts the steps that this process has passed, so that a resumed campaign, which passes them again, decides the
-same.
 """
 
 from __future__ import annotations
 
-import errno
-import hashlib
+import ast
 import json
 import math
 import re
-import sqlite3
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, Protocol, TypeVar
+from functools import cache, partial
+from importlib.resources import files as package_files
+from statistics import fmean
+from typing import Any
 
-import numpy as np
-
+from agentjet import __version__
+from agentjet.client.agent_source import one_line
 from agentjet.errors import ConfigError
+from agentjet.research.campaign.runs import (
+    PASSING,
+    SHORT,
+    CampaignRuns,
+    Clock,
+    Ending,
+    Question,
+    RunObservation,
+    StudyRuns,
+    amount,
+    seed_of,
+)
 from agentjet.research.campaign.strategist import (
     BROKEN,
     Intervention,
     Proposer,
     ProposerAway,
     View,
-    causes,
-    facts_of,
     signs,
 )
 from agentjet.research.campaign.subject_repo import SubjectRepo
+from agentjet.research.diagnosis import toml_of
 from agentjet.research.journal import JournalEntry, Notebook, StudyLog, stored
 from agentjet.research.models import (
     MEASURED,
     Arm,
-    Equal,
     Finding,
     Hypothesis,
-    Outcome,
-    Record,
     Refused,
-    Setting,
     Study,
-    Trial,
     Value,
-    refuse,
+    canonical,
+    hash_of,
+    shortened,
 )
 from agentjet.research.report import StudyView
-from agentjet.research.scheduler import MAX_ATTEMPTS, TrialRunner, added_cost, conduct
-from agentjet.research.swarm_runner import ServerUnavailable
-
-# ---- launches, within the budget -------------------------------------------------------------------------------------
-
-OBSERVING = "campaign"
-"""Name in place of a study for the trials that observe."""
-WAITS = (60.0, 3600.0)
-"""Seconds before the servers are asked again: first, and at most."""
-PATIENCE = 7 * 86400.0
-"""Seconds without a server after which the campaign stops, to be resumed."""
-PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENOMEM, errno.EAGAIN, errno.EMFILE)
-"""Errors of the system that may pass: a full disk, no memory."""
-AMOUNTS: Mapping[str, tuple[str, ...]] = {
-    "episodes": ("batch/episodes",),
-    "tokens": ("batch/sampled_tokens",),
-    "seconds": ("time/sample", "time/wait", "time/learn"),
-}
-"""Signals that add up to an amount."""
-LONGEST_RUN = 4
-"""Maximum steps of a full run, in those of the subject as given, if arms learn from equal tokens or for equal times."""
-MAX_BUDGET = 1_000_000
-"""Maximum full runs or hours."""
-T = TypeVar("T")
-
-
-class Clock(Protocol):
-    """The module `time`, or one with which a week passes in a test at once."""
-
-    def time(self) -> float: ...
-
-    def sleep(self, seconds: float, /) -> None: ...
-
-
-class Ending(Exception):
-    """The campaign is over."""
-
-
-@dataclass(frozen=True)
-class Budget(Record):
-    """The most that a campaign may spend: full runs, or hours of work. Enforced by the campaign."""
-
-    runs: float | None = None
-    hours: float | None = None
-
-    def __post_init__(self) -> None:
-        given = [value for value in (self.runs, self.hours) if value is not None]
-        wrong = len(given) != 1 or not 0 < given[0] <= MAX_BUDGET
-        shown = f"budget: runs = {self.runs}, hours = {self.hours}"
-        refuse(wrong, f"{shown}: give one of them, more than 0, at most {MAX_BUDGET:,}")
-
-    @classmethod
-    def parse(cls, text: str) -> Budget:
-        """Reads `48h` or `500runs`. Raises `ConfigError`."""
-        given = re.fullmatch(r"([\d.]+)(runs|h)", text)
-        try:
-            amount = float(given[1] if given else "")
-        except ValueError:
-            raise ConfigError(f"budget = {text!r}: give hours or full runs, such as 48h or 500runs") from None
-        return cls(runs=amount) if text.endswith("runs") else cls(hours=amount)
-
-
-@dataclass(frozen=True)
-class RunObservation:
-    """A run of a commit, and the entry that has it."""
-
-    entry: int
-    commit: str
-    run: Outcome
-
-    @property
-    def causes(self) -> frozenset[str]:
-        return causes(self.run)
-
-    def score_at(self, share: float) -> float:
-        """Score at a share of the run, between its evenly spaced evaluations."""
-        return float(np.interp(share, np.linspace(0, 1, len(self.run.curve)), self.run.curve))
-
-
-class CampaignRuns:
-    def __init__(
-        self, question: Question, notebook: Notebook, runner: TrialRunner, clock: Clock, tell: Callable[[str], None]
-    ) -> None:
-        self.budget, self.equal, self.notebook = question.budget, question.equal, notebook
-        self.runner, self.clock, self.tell = runner, clock, tell
-        self._first: Outcome | None = None
-        """The first full run. Its tokens or seconds are those of every arm."""
-        self._steps: dict[str, int] = {}
-        """By commit, the steps of a full run, where tokens or seconds are equal."""
-        self.spent = {"runs": 0.0, "hours": 0.0}
-        """Full runs and hours of work so far."""
-        self._waited = 0.0
-        self._reached: dict[str, float] = {}
-        self._under_way: dict[str, Trial] = {}
-
-    def observe(
-        self, commits: Sequence[str], seed: int, why: str, because: Sequence[int], share: float = 1.0
-    ) -> list[RunObservation]:
-        """Runs the commits at the same time, each once; lost runs are repeated with the same seed.
-
-        Raises `Ending` before a launch that the budget does not pay for.
-        """
-        trials = [
-            Trial(OBSERVING, commit, self.setting(commit) if share == 1 else {}, seed, "explore", share)
-            for commit in commits
-        ]
-        for trial in trials:
-            self._launch(trial, 1, because)
-        return [self._observed(trial, why, because) for trial in trials]
-
-    def _launch(self, trial: Trial, attempt: int, because: Sequence[int]) -> str:
-        """Launches once, also after a crash in between, and returns the key."""
-        key = f"{trial.arm[:16]} {trial.seed} {trial.fidelity:.4f} {attempt}"
-        if key not in self._under_way and self._cost(trial) > self.left():
-            raise Ending("the budget is spent")
-        self._under_way[key] = trial
-        if self.notebook.known(f"observed {key}") is None:
-            self.note("intent", {"key": key, "trial": trial.to_json()}, f"intent {key}", because)
-            if not self.patiently(lambda: self.runner.has(key)):
-                self.patiently(lambda: self.runner.launch(key, trial))
-        return key
-
-    def _observed(self, trial: Trial, why: str, because: Sequence[int]) -> RunObservation:
-        for attempt in range(1, MAX_ATTEMPTS + 1):
-            key = self._launch(trial, attempt, because)
-            entry = self.notebook.known(f"observed {key}") or self.note(
-                "observed", {"why": why, **self._collected(key, trial)}, f"observed {key}", because
-            )
-            del self._under_way[key]
-            self.spend(entry.content["cost"], entry.content["hours"])
-            run = Outcome.from_json(entry.content["outcome"])
-            if run.score is not None:
-                added_cost(self._reached, trial)
-                self._measure(trial, run)
-            if run.end != "infra_failed":
-                break
-        return RunObservation(entry.number, trial.arm, run)
-
-    def _collected(self, key: str, trial: Trial) -> dict[str, Any]:
-        begun = self.working_time()
-        run = self.patiently(lambda: self.runner.collect(key))
-        trained = bool(run.curve) or run.score is not None  # else it never answered
-        return {
-            "trial": trial.to_json(),
-            "outcome": run.to_json(),
-            "facts": facts_of(run),
-            "signs": [sign.to_json() for sign in signs(run)],
-            "cost": self._cost(trial) if trained else 0.0,
-            "hours": (self.working_time() - begun) / 3600,
-        }
-
-    def _cost(self, trial: Trial) -> float:
-        """Full runs that a trial adds to those that were made."""
-        return added_cost(dict(self._reached), trial)
-
-    # ---- equal amounts -----------------------------------------------------------------------------------------------
-
-    def setting(self, commit: str) -> Setting:
-        """Settings of a commit's full runs, besides its own: their length, where a short run gave it."""
-        return {"job.max_steps": self._steps[commit]} if commit in self._steps else {}
-
-    def _measure(self, trial: Trial, run: Outcome) -> None:
-        self._first = self._first or run
-        if self.equal not in MEASURED or trial.fidelity == 1:
-            return
-        steps, whole = (len(one.signals.get(AMOUNTS[self.equal][0], ())) for one in (run, self._first))
-        used, given = (amount([one.signals], self.equal) for one in (run, self._first))
-        if used and given:
-            self._steps[trial.arm] = max(1, min(round(given * steps / used), LONGEST_RUN * whole))
-
-    # ---- budget ------------------------------------------------------------------------------------------------------
-
-    def spend(self, runs: float, hours: float) -> None:
-        self.spent["runs"] += runs
-        self.spent["hours"] += hours
-
-    def left(self) -> float:
-        """Full runs that the budget still pays for, without those that are under way."""
-        spent, waiting = self.spent, sum(map(self._cost, self._under_way.values()))
-        if self.budget.runs is not None:
-            return self.budget.runs - spent["runs"] - waiting
-        assert self.budget.hours is not None
-        each = spent["hours"] / spent["runs"] if spent["runs"] else 0.0
-        return (self.budget.hours - spent["hours"]) / each - waiting if each else math.inf
-
-    # ---- entries and patience ----------------------------------------------------------------------------------------
-
-    def note(self, kind: str, content: object, key: str, because: Sequence[int] = ()) -> JournalEntry:
-        """The entry under the key, which has this content if it is new. Waits while the disk is full."""
-        known = self.notebook.known(key)
-        return known or self.patiently(lambda: self.notebook.entry(kind, content, because, key=key))
-
-    def patiently(self, act: Callable[[], T]) -> T:
-        """Calls `act`, again and again while servers or the disk are away. Raises `ConfigError` in the end."""
-        pause, waited = WAITS[0], 0.0
-        while True:
-            try:
-                return act()
-            except (ServerUnavailable, OSError, sqlite3.OperationalError) as error:
-                if isinstance(error, OSError) and error.errno not in PASSING:
-                    raise
-                if waited >= PATIENCE:
-                    raise ConfigError(
-                        f"gave up after {waited / 3600:.0f} h: {error}. Resume the campaign later"
-                    ) from None
-                self.tell(f"{error}: trying again in {pause:.0f} s")
-            self.clock.sleep(pause)
-            waited += pause
-            self._waited += pause
-            pause = min(2 * pause, WAITS[1])
-
-    def working_time(self) -> float:
-        """Seconds, without waiting for servers and disks."""
-        return self.clock.time() - self._waited
-
-
-Signals = Mapping[str, Sequence[float | None]]
-
-
-def amount(runs: Iterable[Signals], of: str) -> float:
-    """Sum over runs of training episodes, of sampled tokens of training, or of seconds; 0 for steps."""
-    values = [value for signals in runs for name in AMOUNTS.get(of, ()) for value in signals.get(name, ())]
-    return math.fsum(value for value in values if value is not None)
-
+from agentjet.research.scheduler import DIRECTIONAL, TrialRunner, conduct
+from agentjet.research.statistics import variance
 
 # ---- the campaign ----------------------------------------------------------------------------------------------------
 
-SHORT = 1 / 3
-"""Share of a full run in the first screen."""
 MOST = 6
 """Interventions screened in a round."""
 KEPT = 3
@@ -313,37 +92,6 @@ OFFLINE = (
 
 
 @dataclass(frozen=True)
-class Question(Record):
-    """The question of a campaign and the rules that decide its answer. Fixed at its start."""
-
-    topic: str
-    budget: Budget
-    seed: int = 0
-    metric: str = "score of the judge on the held-out tasks, at the last step"
-    sesoi: float = 0.05
-    """The smallest effect of interest, in units of the score."""
-    alpha: float = 0.05
-    looks: tuple[int, ...] = (4, 8, 12)
-    evaluator: str = ""
-    """Hash of the judge's files."""
-    equal: Equal = "episodes"
-    """Amount that is the same in full runs of all arms."""
-
-    @property
-    def study_cost(self) -> float:
-        """Full runs until the first look of a study."""
-        return 2.0 * self.looks[0]
-
-    def __post_init__(self) -> None:
-        least, runs = 2.0 + (self.equal in MEASURED) + self.study_cost, self.budget.runs or 0.0
-        refuse(
-            self.budget.runs is not None and runs < least,
-            f"budget = {runs:g} runs: a campaign observes, screens, and conducts a study of 2 arms with "
-            f"{self.looks[0]} seeds; give {least:g} runs or more",
-        )
-
-
-@dataclass(frozen=True)
 class Candidate:
     entry: int
     commit: str
@@ -354,8 +102,19 @@ class Candidate:
 class Screened:
     candidate: Candidate
     seen: RunObservation
-    gain: float
-    """Score above the base, of one full run with the same seed."""
+    base: RunObservation
+
+    @property
+    def gain(self) -> float:
+        """Score above the base, of one full run with the same seed."""
+        assert self.seen.run.score is not None and self.base.run.score is not None
+        return self.seen.run.score - self.base.run.score
+
+    def to_json(self) -> dict[str, Any]:
+        """`at_start` is the gain at step 0, where nothing is learned yet."""
+        first = [run.curve[0] for run in (self.seen.run, self.base.run) if run.curve]
+        at_start = {"at_start": first[0] - first[1]} if len(first) == 2 else {}
+        return {"name": self.candidate.intervention.name, "commit": self.seen.commit, "gain": self.gain, **at_start}
 
 
 @dataclass(frozen=True)
@@ -391,6 +150,12 @@ class Campaign:
         """By commit, names of the interventions that were tried on it."""
         self.failures: dict[str, int] = {}
         """By name, rounds in which an intervention did not gain."""
+        self.studies = 0
+        """Number of studies so far."""
+        self.scores: dict[str, list[list[float]]] = {}
+        """By commit, the scores of each study of it."""
+        self.unable: dict[str, str] = {}
+        """By name, why an intervention has no score."""
 
     def run(self) -> Any:
         """Conducts the campaign to its end and returns the content of the entry `ended`.
@@ -405,8 +170,7 @@ class Campaign:
         try:
             first = self.runs.observe([self.repo.first], seed_of(self.question, 0), "the subject", [1])[0]
             if first.run.score is None:
-                whose = "the subject cannot run" if first.run.end == "arm_failed" else "the first run was lost"
-                raise Ending(f"{whose}: {first.run.note}")
+                raise Ending(f"the subject cannot run: {first.run.note}")
             position = Position(first, first)
             for number in range(1, ROUNDS + 1):
                 position = self._round(number, position)
@@ -424,7 +188,8 @@ class Campaign:
             if position.tip != position.base:
                 return replace(position, tip=position.base, depth=0)
             broken = [sign.seen for sign in signs(position.base.run) if sign.cause in BROKEN]
-            raise Ending(broken[0] if broken else "nothing is worth trying")
+            unable = "".join(f"; {name} could not run: {note}" for name, note in self.unable.items())
+            raise Ending(broken[0] if broken else f"nothing is worth trying{unable}")
         screened = self._screen(number, position, candidates)
         promising = [found for found in screened if found.gain >= PROMISING * self.question.sesoi]
         for found in promising[:STUDIES]:
@@ -464,6 +229,7 @@ class Campaign:
                 asked,
                 [position.tip.entry],
             )
+            self.runs.spend(0.0, entry.content.get("hours", 0.0))
             for i, proposal in enumerate(entry.content["proposals"]):
                 key = f"round {number} {proposer.name} {i}"
                 try:
@@ -477,8 +243,9 @@ class Campaign:
                     commit = self.runs.patiently(partial(self.repo.commit, base, made))
                     if commit in commits:
                         raise Refused("it makes the same files as the base or as another proposal")
-                except Refused as refusal:
-                    self._note_refusal(key, proposal, str(refusal), entry.number)
+                except (Refused, ValueError, TypeError, ArithmeticError, RecursionError) as error:
+                    reason = str(error) if isinstance(error, Refused) else f"it cannot be used: {one_line(error)}"
+                    self._note_refusal(key, proposal, reason, entry.number)
                     continue
                 commits.add(commit)
                 tried.add(made.name)
@@ -492,14 +259,16 @@ class Campaign:
             self.runs.tell(f"asking {proposer.name}, which may take minutes")
         tip, entries, files = position.tip, tuple(self.notebook.entries), self.repo.files(position.tip.commit)
         view = View(self.question.topic, tip.run, tip.entry, tried, entries, files, self.repo.judge_source())
+        begun, asked = self.runs.working_time(), {"proposer": proposer.name}
         try:
             answers = proposer.propose(view, most)
-        except ProposerAway as away:
-            return {"proposer": proposer.name, "proposals": [], "away": as_text(str(away))}
-        return {
-            "proposer": proposer.name,
-            "proposals": [as_text(one) if isinstance(one, str) else one.to_json() for one in answers],
-        }
+        except Exception as away:  # the boundary: a program or a model that answers may make a proposer fail anyhow
+            if isinstance(away, OSError) and away.errno in PASSING:
+                raise
+            text = str(away) if isinstance(away, ProposerAway) else one_line(away)
+            answers, asked = [], {**asked, "away": as_text(text)}
+        hours = (self.runs.working_time() - begun) / 3600
+        return {**asked, "proposals": [storable(answer) for answer in answers], "hours": hours}
 
     def _screen(self, number: int, position: Position, candidates: list[Candidate]) -> list[Screened]:
         """Runs the candidates short, the better ones in full, with the seed of the base. Best first."""
@@ -514,6 +283,7 @@ class Campaign:
             alive = alive[: max(1, int((self.runs.left() - self.question.study_cost - each) / SHORT + 1e-9))]
             seen = self.runs.observe([each.commit for each in alive], seed, f"round {number} screen", because, SHORT)
             short = {at.commit: at.run.score for at in seen if at.run.score is not None}
+            self._note_unable(alive, seen)
             level = position.base.score_at(SHORT)
             ahead = [each for each in alive[1:] if short.get(each.commit, -math.inf) > level]
             ahead.sort(key=lambda each: -short[each.commit])
@@ -524,25 +294,26 @@ class Campaign:
             affordable = int((self.runs.left() - self.question.study_cost) / each + 1e-9)
             alive = ahead[: min(KEPT, affordable)]
         full = self.runs.observe([each.commit for each in alive[:affordable]], seed, f"round {number}", because)
-        base = position.base.run.score
-        assert base is not None
+        self._note_unable(alive, full)
         found = [
-            Screened(candidate, seen, seen.run.score - base)
+            Screened(candidate, seen, position.base)
             for candidate, seen in zip(alive, full, strict=False)
             if seen.run.score is not None
         ]
         found.sort(key=lambda screened: -screened.gain)
         content = {
-            "base": {"commit": position.base.commit, "score": base},
+            "base": {"commit": position.base.commit, "score": position.base.run.score},
             "short": [{"name": each.intervention.name, "score": short.get(each.commit)} for each in candidates],
-            "full": [
-                {"name": each.candidate.intervention.name, "commit": each.seen.commit, "gain": each.gain}
-                for each in found
-            ],
+            "full": [each.to_json() for each in found],
         }
         entries = [position.base.entry, *because, *(seen.entry for seen in full)]
         self.runs.note("screened", content, f"round {number} screened", entries)
         return found
+
+    def _note_unable(self, candidates: Sequence[Candidate], seen: Sequence[RunObservation]) -> None:
+        for candidate, found in zip(candidates, seen, strict=False):
+            if found.run.score is None:
+                self.unable[candidate.intervention.name] = as_text(shortened(found.run.note, 200))
 
     def _check_budget(self, runs: int) -> None:
         """Raises `Ending` if the budget does not pay for these full runs and a study after them."""
@@ -558,27 +329,31 @@ class Campaign:
         base, changed = self.runs.observe(commits, seed, f"round {number} again", [found.candidate.entry])
         if base.run.score is None or changed.run.score is None:
             return False
-        again = changed.run.score - base.run.score
-        content = {
-            "base": {"commit": position.base.commit, "score": base.run.score},
-            "full": [{"name": found.candidate.intervention.name, "commit": found.candidate.commit, "gain": again}],
-        }
+        again = Screened(found.candidate, changed, base)
+        content = {"base": {"commit": base.commit, "score": base.run.score}, "full": [again.to_json()]}
         because = [found.seen.entry, base.entry, changed.entry]
         self.runs.note("screened", content, f"round {number} again {found.candidate.commit}", because)
-        return again > 0 and (found.gain + again) / 2 >= PROMISING * self.question.sesoi
+        return again.gain > 0 and (found.gain + again.gain) / 2 >= PROMISING * self.question.sesoi
 
     def _confirm(self, number: int, position: Position, found: Screened) -> bool:
         """Conducts a study of the candidate against the base. True if it is supported."""
         self._check_budget(0)
+        self.studies += 1
         name = found.candidate.intervention.name
         study = self._study(number, position, found)
         content = {"study": study.to_json(), "name": name, "commit": found.candidate.commit}
         because = [found.candidate.entry, found.seen.entry, position.base.entry]
         entry, key = self.runs.note("study", content, f"study {study.id}", because), f"learned {study.id}"
-        learned = self.notebook.known(key) or self.runs.note(
+        known = self.notebook.known(key)
+        learned = known or self.runs.note(
             "learned", self._conduct(study, found.candidate.intervention), key, [entry.number]
         )
+        if known and (probed := known.content.get("probed")):
+            self.runs.probes += probed["number"]
+            self.runs.spend(probed["runs"], probed["hours"])
         self.runs.spend(learned.content["spent"], learned.content["hours"])
+        for arm in study.arms:
+            self.scores.setdefault(arm.code, []).append(learned.content["outcomes"][arm.name])
         accepted: bool = learned.content["accepted"]
         if accepted:
             follow = {"base": found.candidate.commit, "reason": f"{name} is confirmed; the next changes build on it"}
@@ -600,27 +375,40 @@ class Campaign:
             (Hypothesis(f"{made.name}: {made.predicts}"[:300], "changed", "base", sign="+", why=made.why[:300]),),
             budget=round(budget, 6),
             reserve=0.0,
-            alpha=self.question.alpha,
+            alpha=self.question.alpha_of(self.studies),
             looks=self.question.looks,
             evaluator=self.question.evaluator,
             seed=seed_of(self.question, number),
+            spread=spread_of(self.scores.get(position.base.commit, ())),
         )
 
     def _conduct(self, study: Study, made: Intervention) -> dict[str, Any]:
-        begun = self.runs.working_time()
+        begun, before, number = self.runs.working_time(), dict(self.runs.spent), self.runs.probes
         commits = {arm.name: arm.code for arm in study.arms}
-        [finding], launcher = self.runs.patiently(lambda: conduct(study, StudyLog(), self.runs.runner, commits))
+        [finding], launcher = self.runs.patiently(lambda: conduct(study, StudyLog(), StudyRuns(self.runs), commits))
+        assert isinstance(launcher.runner, StudyRuns)
         view = StudyView(launcher.log)
+        probed = {name: self.runs.spent[name] - before[name] for name in before}
+        drawn: dict[str, list[tuple[float, ...]]] = {arm.name: [] for arm in study.arms}
+        for trial in launcher.log.trials.values():
+            ended = launcher.log.outcomes.get(trial.id, ())
+            drawn[trial.arm] += [each.curve for each in ended if each.score is not None and each.curve]
+        starts = {arm: [curve[0] for curve in every] for arm, every in drawn.items()}
         signals = [outcome.signals for of_trial in launcher.log.outcomes.values() for outcome in of_trial]
         return {
             "name": made.name,
             "finding": finding.to_json(),
             "verdict": finding.verdict,
             "accepted": finding.verdict == "supported",
-            "meaning": meaning(made, finding),
+            "meaning": meaning(made, finding, starts),
+            "starts": starts,
+            "last_rises": {
+                arm: [curve[-1] - curve[-2] for curve in every if len(curve) > 2] for arm, every in drawn.items()
+            },
             "outcomes": {arm.name: view.scores(arm.name) for arm in study.arms},
-            "spent": launcher.spending.total,
-            "hours": (self.runs.working_time() - begun) / 3600,
+            "spent": launcher.spending.total + launcher.runner.repeated,
+            "hours": (self.runs.working_time() - begun) / 3600 - probed["hours"],
+            "probed": {"number": self.runs.probes - number, **probed},
             **{name: amount(signals, name) for name in ("episodes", "tokens")},
         }
 
@@ -651,6 +439,7 @@ class Campaign:
             "first": self.repo.first,
             "asks": OFFLINE if len(self.proposers) == 1 else self.question.topic,
             "limits": list(self.limits),
+            "rules": rules(),
         }
         found = self.runs.note("started", content, "started").content
         for name in ("question", "first"):
@@ -659,6 +448,16 @@ class Campaign:
                     f"this folder has another campaign ({found['question']['topic']!r}): its {name} is {found[name]!r} "
                     f"and not {content[name]!r}; resume that one, or choose another folder"
                 )
+        began, present = found.get("rules"), content["rules"]
+        if began is None:
+            text = "the rules at the start are not in this notebook; the campaign goes on by the present ones"
+            self.runs.note("edited", {"meaning": text}, "unknown rules")
+        elif began["hash"] != present["hash"]:
+            versions = [f"AgentJet {each['version']} ({each['hash']})" for each in (began, present)]
+            raise ConfigError(
+                f"this campaign began by the rules of {versions[0]}, and this is {versions[1]}: the same data could "
+                "end otherwise. Resume it with that version, or start with another --out"
+            )
         if changed := self.repo.changed_outside():
             text = f"files of the subject changed since the start ({', '.join(changed)}); the campaign uses its copy"
             self.runs.note("edited", {"meaning": text}, "edited")
@@ -676,6 +475,30 @@ class Campaign:
             "score": position.base.run.score if position else None,
             "spent": self.runs.spent,
         }
+
+
+DECIDING = (
+    *("campaign/campaign.py", "campaign/runs.py", "campaign/strategist.py"),
+    *("scheduler.py", "statistics.py", "diagnosis.py"),
+)
+"""Source of the rules by which a campaign decides, besides `remedies.toml`."""
+
+
+@cache
+def rules() -> dict[str, str]:
+    """The version of the package, and a hash of the code and the table that decide. Comments and docstrings do not
+    count.
+    """
+    parts = [canonical(toml_of("agentjet.research.campaign", "remedies.toml"))]
+    for name in DECIDING:
+        tree = ast.parse(package_files("agentjet.research").joinpath(name).read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            body = getattr(node, "body", None)
+            if isinstance(body, list):
+                remarks = [one for one in body if isinstance(one, ast.Expr) and type(one.value) is ast.Constant]
+                body[:] = [one for one in body if one not in remarks]
+        parts.append(ast.dump(tree))
+    return {"version": __version__, "hash": hash_of(parts)}
 
 
 # ---- proposals -------------------------------------------------------------------------------------------------------
@@ -741,23 +564,46 @@ def parsed(proposal: object) -> Intervention:
         raise Refused(str(error)) from None
 
 
+def storable(answer: Intervention | str) -> Any:
+    """A proposer's answer for the notebook: as text, with the reason, if it cannot be stored or read back."""
+    try:
+        if isinstance(answer, str):
+            return as_text(answer)
+        content = stored(answer.to_json())
+        canonical(content).encode()  # lone surrogates have no bytes
+        return Intervention.from_json(content).to_json()
+    except (ConfigError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        return as_text(f"{one_line(error)}: {answer!r}")
+
+
 def as_text(content: object) -> str:
     """Text for the notebook: valid Unicode of limited length."""
     text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
-    return text[:LONGEST_TEXT].encode("utf-8", "replace").decode()
+    return text[:LONGEST_TEXT].encode("utf-8", "replace").decode().replace("\0", "\N{REPLACEMENT CHARACTER}")
 
 
-def seed_of(question: Question, number: int) -> int:
-    """Seeds of a campaign: 0 for screens, others for studies, so that studies see fresh ones."""
-    digest = hashlib.sha256(f"{question.seed} {number}".encode()).digest()
-    return int.from_bytes(digest[:4], "big")
+def spread_of(studies: Sequence[Sequence[float]]) -> float:
+    """Standard deviation over the seeds of a commit within its studies, rounded; 0 without two seeds."""
+    known = [scores for scores in studies if len(scores) > 1]
+    degrees = sum(len(scores) - 1 for scores in known)
+    total = math.fsum((len(scores) - 1) * variance(scores) for scores in known)
+    return round(math.sqrt(total / degrees), 9) if degrees else 0.0
 
 
-def meaning(made: Intervention, finding: Finding) -> str:
-    """The lesson of a finding, in one sentence."""
+OWN = 0.5
+"""Share of a difference that, if it exists at step 0, makes it one of the change itself."""
+
+
+def meaning(made: Intervention, finding: Finding, starts: Mapping[str, Sequence[float]]) -> str:
+    """The lesson of a finding, in one sentence. `starts` are the scores at step 0, where nothing is learned yet."""
     size = (
         "" if finding.estimate is None else f" by {finding.estimate:+.3g} ({finding.low:+.3g} to {finding.high:+.3g})"
     )
+    if finding.estimate and all(starts.values()):
+        at_start = fmean(starts["changed"]) - fmean(starts["base"])
+        is_own = finding.verdict in DIRECTIONAL and at_start / finding.estimate >= OWN
+        own = "; so the change itself makes most of the difference, and not learning" if is_own else ""
+        size += f"; at step 0 the difference is {at_start:+.3g}{own}"
     match finding.verdict:
         case "supported":
             return f"{made.name} raises the score{size}"

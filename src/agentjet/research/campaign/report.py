@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from agentjet.errors import ConfigError
-from agentjet.research.campaign.campaign import PROMISING, amount
+from agentjet.research.campaign.campaign import PROMISING
+from agentjet.research.campaign.runs import amount
 from agentjet.research.campaign.strategist import WORTH
 from agentjet.research.journal import NOTEBOOK, JournalEntry, Notebook, described, proposer_of
 from agentjet.research.models import Trial, shortened
 from agentjet.research.report import SIMULATED, curves, effects, files_of, number, write_files
 from agentjet.research.scheduler import DIRECTIONAL
+from agentjet.research.statistics import welch
 
 KNOWN_AS = {
     "llm": "a language model or the record of one (llm)",
@@ -87,6 +89,7 @@ def gather(notebook: Notebook) -> dict[str, Any]:
     return {
         "topic": question["topic"],
         "question": question,
+        "rules": started.content.get("rules"),
         "asks": started.content["asks"],
         "subject": subject(first.content["outcome"]),
         "proposers": proposers(notebook),
@@ -144,6 +147,7 @@ NO_RESULT = {
     "accepted": False,
     "meaning": "The study is under way",
     "outcomes": {},
+    "starts": {},
     "spent": 0.0,
 }
 NO_RESULT |= dict.fromkeys(("estimate", "low", "high", "confidence", "p_value", "reason"))
@@ -179,7 +183,9 @@ def parts(name: str, study: JournalEntry, notebook: Notebook) -> list[str]:
 
 
 def doubts(learned: Mapping[str, Any], study: JournalEntry, notebook: Notebook) -> list[str]:
-    """Sentences about an early verdict, an interval beyond the range of the scores, and arms without spread."""
+    """Sentences about an early verdict, an interval beyond the range of the scores, runs that have not converged, and
+    arms without spread.
+    """
     finding, outcomes, looks = learned["finding"], learned["outcomes"], study.content["study"]["looks"]
     found = []
     if finding["verdict"] in DIRECTIONAL and finding["seeds"] in looks[:-1]:
@@ -194,6 +200,13 @@ def doubts(learned: Mapping[str, Any], study: JournalEntry, notebook: Notebook) 
                 f"All scores are from 0 to 1. If the judge pays nothing beyond, a base of {number(before)} leaves room "
                 f"for a difference of {0 - before:+.3g} to {1 - before:+.3g}. The interval reaches beyond, because "
                 "Welch's t does not know limits of scores."
+            )
+    for arm, rises in learned.get("last_rises", {}).items():
+        has_room = 1 - math.fsum(outcomes[arm]) / max(1, len(outcomes[arm])) > study.content["study"]["sesoi"]
+        if len(rises) > 1 and has_room and (low := welch(rises, [0.0] * len(rises)).interval(0.05)[0]) > 0:
+            found.append(
+                f"The score of {arm} still rose between the last two evaluations: by {mean(rises)} (at 95 %, "
+                f"{number(low)} or more). So its runs have not converged, and longer ones may end otherwise."
             )
     if flat := [arm for arm, values in outcomes.items() if values and min(values) == max(values)]:
         found.append(f"All seeds of {' and '.join(flat)} scored the same. Welch's t assumes about normal scores.")

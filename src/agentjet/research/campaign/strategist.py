@@ -17,6 +17,7 @@ import difflib
 import json
 import re
 import tomllib
+import unicodedata
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -29,7 +30,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from agentjet.client.agent_source import file_and_function
 from agentjet.research.diagnosis import Signals, SignRule, toml_of
 from agentjet.research.journal import JournalEntry
-from agentjet.research.models import Outcome, Record, Setting, Value, refuse
+from agentjet.research.models import UNSEEN, Outcome, Record, Setting, Value, refuse
 
 # ---- proposals -----------------------------------------------------------------------------------------------------
 
@@ -58,6 +59,8 @@ class Intervention(Record):
 
     def __post_init__(self) -> None:
         refuse(not self.changes and not self.patch, f"{self.name}: it changes nothing; give settings or a patch")
+        is_odd = any(unicodedata.category(character) in ("Cc", "Cs") for character in self.name)
+        refuse(is_odd, f"name = {self.name!r}: give one line of text, without control characters")
 
 
 @dataclass(frozen=True)
@@ -135,22 +138,34 @@ def agent_file(files: Files) -> tuple[str, str]:
 
 
 def remove_argument(files: Files, name: str) -> Files:
-    """Removes a constant argument `name=...` from calls, and a constant entry from requests, in the agent's file."""
+    """Removes an argument `name=...` from calls, and an entry from requests, in the agent's file, if it is a constant
+    or the name of one. Removes nothing if a function of the file takes it: then the value comes from elsewhere.
+    """
     file, _ = agent_file(files)
     if not file:
         return {}
     source = files[file]
+    tree = ast.parse(source)
+    if any(isinstance(node, ast.arg) and node.arg == name for node in ast.walk(tree)):
+        return {}
+    constants = {
+        target.id
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+
+    def is_fixed(value: ast.expr) -> bool:
+        return isinstance(value, ast.Constant) or (isinstance(value, ast.Name) and value.id in constants)
+
     spans: list[tuple[int, int]] = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Call):
-            spans += [
-                span_of(source, keyword)
-                for keyword in node.keywords
-                if keyword.arg == name and isinstance(keyword.value, ast.Constant)
-            ]
+            spans += [span_of(source, each) for each in node.keywords if each.arg == name and is_fixed(each.value)]
         elif isinstance(node, ast.Dict):
             for key, value in zip(node.keys, node.values, strict=True):
-                if isinstance(key, ast.Constant) and key.value == name and isinstance(value, ast.Constant):
+                if isinstance(key, ast.Constant) and key.value == name and is_fixed(value):
                     spans.append((span_of(source, key)[0], span_of(source, value)[1]))
     if not spans:
         return {}
@@ -194,9 +209,12 @@ def user_content(node: ast.AST) -> ast.expr | None:
 
 
 def judge_reward(files: Files, judge_source: str) -> Files:
-    """Pays in training what the judge pays, by a copy of its function."""
+    """Pays in training what the judge pays, by a copy of its function; negated if less is better."""
     subject = tomllib.loads(files["subject.toml"])
     _, function = file_and_function(str(subject["evaluator"]))
+    if judge_source and subject.get("best", 1.0) < subject.get("worst", 0.0):
+        negated = f"def negated(task, messages):\n    return -{function}(task, messages)\n"
+        judge_source, function = f"{judge_source}\n\n{negated}", "negated"
     named = f'reward = "{REWARD_FILE}:{function}"\n'
     if not judge_source or subject.get("reward") == f"{REWARD_FILE}:{function}":
         return {}
@@ -242,6 +260,12 @@ BROKEN = frozenset({"same_score", "leaking_judge"})
 """Causes that leave nothing to propose: the scores do not measure the answers."""
 TRIED = 4
 """Episodes of a task that show whether it teaches."""
+LACKING = 0.2
+"""Share of the prompts without an input from which it counts as unseen."""
+
+
+LISTS = frozenset({"job.sampling.override"})
+"""Settings to which several remedies add."""
 
 
 class Remedy(BaseModel):
@@ -266,7 +290,13 @@ class Remedy(BaseModel):
         found: dict[str, Value] = {}
         for name, rule in self.set.items():
             present = settings.get(name)
-            value: Value = tomllib.loads(f"v = {rule[1:]}")["v"]
+            if rule[0] == "+":
+                listed = present if isinstance(present, tuple) else ()
+                if rule[1:] in listed:
+                    return {}
+                found[name] = (*listed, rule[1:])
+                continue
+            value: Any = tomllib.loads(f"v = {rule[1:]}")["v"]
             if rule[0] == "*":
                 if not isinstance(present, int | float) or isinstance(present, bool):
                     return {}
@@ -296,9 +326,6 @@ def facts_of(run: Outcome) -> dict[str, float]:
         "score_first": run.curve[0] if run.curve else None,
         "unseen_fields": float(len(unseen_fields(run))),
     }
-    if "swapped" in run.facts:
-        found["swapped_of_score"] = run.facts["swapped"] / max(run.score, 1e-9)
-
     early, late = partial(third, run, 0), partial(third, run, -1)
     found |= {
         "zero_variance": early("groups/zero_variance"),
@@ -342,18 +369,9 @@ def overridden(run: Outcome, name: str) -> float:
 
 
 def unseen_fields(run: Outcome) -> list[str]:
-    """Fields of the tasks that stand in none of the prompts of the transcripts."""
-    prompts, payloads = [], []
-    for transcript in run.transcripts:
-        if isinstance(transcript.task, dict):
-            payloads.append(transcript.task)
-            asked = [str(message["content"]) for message in transcript.messages if message.get("role") != "assistant"]
-            prompts.append("\n".join(asked))
-    names = {name for payload in payloads for name in payload} - {"id", "task_set"}
+    """Inputs of the tasks that a good part of the prompts lack."""
     return sorted(
-        name
-        for name in names
-        if not any(str(payload.get(name)) in prompt for payload, prompt in zip(payloads, prompts, strict=True))
+        name.removeprefix(UNSEEN) for name, share in run.facts.items() if name.startswith(UNSEEN) and share > LACKING
     )
 
 
@@ -403,8 +421,9 @@ def combined(view: View, rows: Sequence[Remedy]) -> Intervention | None:
     changes: dict[str, Value] = {}
     used: list[Remedy] = []
     for row in rows:
-        news, changed = row.changes(run.settings), edited(row, view, files)
-        if (news and not changes.keys() & news.keys()) or changed:
+        changed = edited(row, view, files)
+        news = {} if changed else row.changes({**run.settings, **changes})
+        if (news and not {*changes} & {*news} - LISTS) or changed:
             changes |= news
             files |= changed
             used.append(row)

@@ -23,6 +23,7 @@ from collections.abc import Callable, Container, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
+from importlib.metadata import entry_points
 from importlib.util import find_spec
 from io import BytesIO
 from multiprocessing import get_context
@@ -39,8 +40,8 @@ from agentjet.research.campaign.strategist import Intervention
 from agentjet.research.journal import write_whole
 from agentjet.research.models import (
     Address,
-    Equal,
     Refused,
+    Setting,
     Subject,
     Trial,
     digest_of,
@@ -49,6 +50,7 @@ from agentjet.research.models import (
     unknown_key,
 )
 from agentjet.research.swarm_runner import check_changes
+from agentjet.research.trial_process import TaskJudge
 from agentjet.types import Task
 
 # ---- subject.toml ----------------------------------------------------------------------------------------------------
@@ -62,14 +64,17 @@ REQUIRED = {
 }
 """Examples by key."""
 OPTIONAL = (
-    *("reward", "hidden", "readable", "equal", "steps", "evaluations", "repeats", "concurrency", "floor", "patience"),
-    "settings",
+    *("reward", "hidden", "shown", "best", "worst", "readable", "equal", "steps", "evaluations", "repeats"),
+    *("concurrency", "floor", "patience", "settings"),
 )
 KEYS = (*REQUIRED, *OPTIONAL)
 """The keys of subject.toml, which are fields of `Subject`. Names of files are relative to its folder."""
 ARM_KEYS = frozenset({"agent", "tasks", "reward", "concurrency", "settings"})
 """Keys that an intervention may change. The others are the judge's."""
+METRIC = "score of the judge on the held-out tasks, at the last step"
 HIDDEN = ["answer"]
+NAMED_CODE = ("recipe", "loss", "name")
+"""Last parts of the settings that name a recipe or a loss, perhaps by an import path."""
 DEFAULTS = {"hidden": HIDDEN, "concurrency": 16}
 """Where they are not those of `Subject`."""
 
@@ -95,6 +100,7 @@ def parse_subject(text: str, name: str) -> Subject:
             content["settings"] = dict(leaves(content["settings"]))
         if isinstance(content.get("steps"), int):
             content.setdefault("evaluations", max(1, min(4, content["steps"])))
+        content.setdefault("floor", content.get("worst", 0.0))
         return Subject.from_json({**DEFAULTS, **content, "judged": True})
     except (ConfigError, ValueError, RecursionError) as wrong:
         raise ConfigError(f"{name}: {wrong}") from None
@@ -134,7 +140,12 @@ def steps_as(given: Subject, first: Subject) -> int:
 
 def episodes(given: Subject) -> float:
     """Training episodes of a batch."""
-    return float(given.settings.get("job.batch_size", 8)) * float(given.settings.get("job.group_size", 8))
+    return number(given.settings, "job.batch_size", 8) * number(given.settings, "job.group_size", 8)
+
+
+def number(settings: Setting, name: str, default: float) -> float:
+    value = settings.get(name, default)
+    return value if isinstance(value, int | float) else default
 
 
 def flat_toml(given: Subject) -> str:
@@ -266,9 +277,15 @@ class SubjectRepo:
         return place
 
     @property
-    def equal(self) -> Equal:
-        """Amount that is the same in full runs of all arms."""
-        return self._subject_file(self.first).equal
+    def rules(self) -> dict[str, Any]:
+        """The fields of a `Question` that the subject gives: the judge's hash, its scale and the equal amount."""
+        first = self._subject_file(self.first)
+        scale = (
+            ""
+            if (first.worst, first.best) == (0, 1)
+            else f", as a share of its scale, {first.worst:g} to {first.best:g}"
+        )
+        return {"evaluator": digest_of(self._files), "equal": first.equal, "metric": f"{METRIC}{scale}"}
 
     def subject(self, commit: str, steps: int = 0) -> Subject:
         """The subject of a commit, with the judge's part from the locked copy. `steps` replace those of its full run.
@@ -293,16 +310,11 @@ class SubjectRepo:
 
     def subject_of(self, trial: Trial) -> Subject:
         """The subject of a trial whose arm is a commit."""
-        return self.subject(trial.arm, int(trial.setting.get("job.max_steps", 0)))
+        return self.subject(trial.arm, round(number(trial.setting, "job.max_steps", 0)))
 
     def judge_source(self) -> str:
         """Source of the evaluator's file."""
         return (self.folder / "judge" / file_of(self._subject_file(self.first).evaluator)).read_text(encoding="utf-8")
-
-    @property
-    def judge_hash(self) -> str:
-        """Hash of the judge's locked copy."""
-        return digest_of(self._files)
 
     # ---- checks ------------------------------------------------------------------------------------------------------
 
@@ -366,6 +378,7 @@ class SubjectRepo:
             fixed, wanted = getattr(first, key), getattr(given, key)
             if fixed != wanted:
                 raise Refused(f"{SUBJECT}: {key} = {wanted!r}: it is the judge's, and stays {fixed!r}")
+        check_imports(given.settings, first.settings)
         check_settings(given.settings)
 
     def _check_imports(self, commit: str) -> None:
@@ -466,7 +479,7 @@ def read_folder(folder: Path, model: Path) -> dict[str, bytes]:
 def checked_judge(subject: Subject) -> set[tuple[str, str]]:
     """Loads the judge, in its own process. Returns names of the held-out tasks. Raises `ConfigError`."""
     held_out = subject.held_out_tasks()
-    subject.load_judge()
+    judge = TaskJudge(subject)
     try:
         json.dumps([task.payload for task in held_out], allow_nan=False)
     except (TypeError, ValueError) as error:
@@ -475,6 +488,16 @@ def checked_judge(subject: Subject) -> set[tuple[str, str]]:
     if missing := sorted({*subject.hidden} - keys - {*HIDDEN}):
         named = f"hidden = {[*subject.hidden]}: no held-out task has {missing[0]!r}"
         raise ConfigError(unknown_key(named, missing[0], [*keys]))
+    if lacking := sorted({*subject.shown} - keys):
+        raise ConfigError(
+            unknown_key(f"shown = {[*subject.shown]}: no held-out task has {lacking[0]!r}", lacking[0], [*keys])
+        )
+    for key in judge.telling_keys(held_out):
+        raise ConfigError(
+            f"held_out = {subject.held_out!r}: {key!r} holds the answer, because the judge pays its value: add it to "
+            f"hidden (hidden = {json.dumps([*subject.hidden, key])}), so that no arm reads it; or, if prompts may show "
+            "it, to shown"
+        )
     return {(task.task_set, task.id) for task in held_out}
 
 
@@ -504,6 +527,18 @@ def is_installed_module(name: str) -> bool:
     """True for the name of a module of an installed package."""
     spec = find_spec(name) if name.isidentifier() else None
     return spec is not None and spec.origin is not None and "-packages" in spec.origin
+
+
+def check_imports(settings: Mapping[str, Any], first: Mapping[str, Any]) -> None:
+    """Raises `Refused` for code that a server would import and that the subject as given does not name."""
+    plug_ins = entry_points(group="agentjet.recipes").names
+    for name, value in settings.items():
+        is_name = name.startswith("job.recipe") and name.rpartition(".")[2] in NAMED_CODE and isinstance(value, str)
+        if is_name and value != first.get(name) and (":" in value or value in plug_ins):
+            raise Refused(
+                f"{name} = {value!r}: it is code outside of a sandbox, and the subject does not name it: give a "
+                "built-in one"
+            )
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:

@@ -1,0 +1,360 @@
+"""`Question`, and `CampaignRuns`: launches each run of a campaign once, within its budget, and waits while servers or
+disks fail.
+
+A launch has an `intent` entry first; the runner is asked for its key before it launches. A run has an `observed` entry
+with its cost. Spending counts the steps that this process has passed, so that a resumed campaign, which passes them
+again, decides the same.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import math
+import re
+import sqlite3
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+
+from agentjet.errors import ConfigError
+from agentjet.research.campaign.strategist import causes, facts_of, signs
+from agentjet.research.campaign.subject_repo import METRIC
+from agentjet.research.journal import JournalEntry, Notebook
+from agentjet.research.models import MEASURED, Equal, Outcome, Record, Setting, Trial, refuse
+from agentjet.research.scheduler import MAX_ATTEMPTS, TrialRunner, added_cost
+from agentjet.research.swarm_runner import ServerUnavailable
+
+SHORT = 1 / 3
+"""Share of a full run in the first screen."""
+OBSERVING = "campaign"
+"""Name in place of a study for the trials that observe."""
+WAITS = (60.0, 3600.0)
+"""Seconds before the servers are asked again: first, and at most."""
+PATIENCE = 7 * 86400.0
+"""Seconds without a server after which the campaign stops, to be resumed."""
+PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENOMEM, errno.EAGAIN, errno.EMFILE)
+"""Errors of the system that may pass: a full disk, no memory."""
+AMOUNTS: Mapping[str, tuple[str, ...]] = {
+    "episodes": ("batch/episodes",),
+    "tokens": ("batch/sampled_tokens",),
+    "seconds": ("time/sample", "time/wait", "time/learn"),
+}
+"""Signals that add up to an amount."""
+LONGEST_RUN = 4
+"""Maximum steps of a full run, in those of the subject as given, if arms learn from equal tokens or for equal times."""
+MAX_BUDGET = 1_000_000
+"""Maximum full runs or hours."""
+T = TypeVar("T")
+
+
+class Clock(Protocol):
+    """The module `time`, or one with which a week passes in a test at once."""
+
+    def time(self) -> float: ...
+
+    def sleep(self, seconds: float, /) -> None: ...
+
+
+class Ending(Exception):
+    """The campaign is over."""
+
+
+@dataclass(frozen=True)
+class Budget(Record):
+    """The most that a campaign may spend: full runs, or hours of work. Enforced by the campaign."""
+
+    runs: float | None = None
+    hours: float | None = None
+
+    def __post_init__(self) -> None:
+        given = [value for value in (self.runs, self.hours) if value is not None]
+        wrong = len(given) != 1 or not 0 < given[0] <= MAX_BUDGET
+        shown = f"budget: runs = {self.runs}, hours = {self.hours}"
+        refuse(wrong, f"{shown}: give one of them, more than 0, at most {MAX_BUDGET:,}")
+
+    @classmethod
+    def parse(cls, text: str) -> Budget:
+        """Reads `48h` or `500runs`. Raises `ConfigError`."""
+        given = re.fullmatch(r"([\d.]+)(runs|h)", text)
+        try:
+            amount = float(given[1] if given else "")
+        except ValueError:
+            raise ConfigError(f"budget = {text!r}: give hours or full runs, such as 48h or 500runs") from None
+        return cls(runs=amount) if text.endswith("runs") else cls(hours=amount)
+
+
+@dataclass(frozen=True)
+class Question(Record):
+    """The question of a campaign and the rules that decide its answer. Fixed at its start."""
+
+    topic: str
+    budget: Budget
+    seed: int = 0
+    metric: str = METRIC
+    sesoi: float = 0.05
+    """The smallest effect of interest, as a share of the judge's scale."""
+    alpha: float = 0.05
+    """Chance of any wrong verdict in the whole campaign. `alpha_of` gives a study its share."""
+    looks: tuple[int, ...] = (4, 8, 12)
+    evaluator: str = ""
+    """Hash of the judge's files."""
+    equal: Equal = "episodes"
+    """Amount that is the same in full runs of all arms."""
+
+    def alpha_of(self, number: int) -> float:
+        """Alpha of the study with this number, from 1. All shares add up to `alpha`, however many studies follow: the
+        squares of 1/n add up to pi^2 / 6.
+        """
+        return self.alpha * 6 / (math.pi * number) ** 2
+
+    @property
+    def study_cost(self) -> float:
+        """Full runs until the first look of a study."""
+        return 2.0 * self.looks[0]
+
+    def __post_init__(self) -> None:
+        least, runs = 2.0 + (self.equal in MEASURED) + self.study_cost, self.budget.runs or 0.0
+        refuse(
+            self.budget.runs is not None and runs < least,
+            f"budget = {runs:g} runs: a campaign observes, screens, and conducts a study of 2 arms with "
+            f"{self.looks[0]} seeds; give {least:g} runs or more",
+        )
+
+
+def seed_of(question: Question, number: int) -> int:
+    """Seeds of a campaign: 0 for screens, others for studies, so that studies see fresh ones."""
+    digest = hashlib.sha256(f"{question.seed} {number}".encode()).digest()
+    return int.from_bytes(digest[:4], "big")
+
+
+@dataclass(frozen=True)
+class RunObservation:
+    """A run of a commit, and the entry that has it."""
+
+    entry: int
+    commit: str
+    run: Outcome
+
+    @property
+    def causes(self) -> frozenset[str]:
+        return causes(self.run)
+
+    def score_at(self, share: float) -> float:
+        """Score at a share of the run, between its evenly spaced evaluations."""
+        return float(np.interp(share, np.linspace(0, 1, len(self.run.curve)), self.run.curve))
+
+
+class CampaignRuns:
+    def __init__(
+        self, question: Question, notebook: Notebook, runner: TrialRunner, clock: Clock, tell: Callable[[str], None]
+    ) -> None:
+        self.question, self.budget, self.equal, self.notebook = question, question.budget, question.equal, notebook
+        self.runner, self.clock, self.tell = runner, clock, tell
+        self._first: Outcome | None = None
+        """The first full run. Its tokens or seconds are those of every arm."""
+        self._subject = ""
+        """The commit of that run."""
+        self.probes = 0
+        """Number of times that the subject was run to see if servers run anything."""
+        self._steps: dict[str, int] = {}
+        """By commit, the steps of a full run, where tokens or seconds are equal."""
+        self.spent = {"runs": 0.0, "hours": 0.0}
+        """Full runs and hours of work so far."""
+        self._waited = 0.0
+        self._reached: dict[str, float] = {}
+        self._under_way: dict[str, Trial] = {}
+
+    def observe(
+        self, commits: Sequence[str], seed: int, why: str, because: Sequence[int], share: float = 1.0
+    ) -> list[RunObservation]:
+        """Runs the commits at the same time, each once; lost runs are repeated with the same seed.
+
+        Raises `Ending` before a launch that the budget does not pay for.
+        """
+        trials = [
+            Trial(OBSERVING, commit, self.setting(commit) if share == 1 else {}, seed, "explore", share)
+            for commit in commits
+        ]
+        for trial in trials:
+            self._launch(trial, 1, because)
+        return [self._observed(trial, why, because) for trial in trials]
+
+    def _launch(self, trial: Trial, attempt: int, because: Sequence[int]) -> str:
+        """Launches once, also after a crash in between, and returns the key."""
+        key = f"{trial.arm[:16]} {trial.seed} {trial.fidelity:.4f} {attempt}"
+        if key not in self._under_way and self._cost(trial) > self.left():
+            raise Ending("the budget is spent")
+        self._under_way[key] = trial
+        if self.notebook.known(f"observed {key}") is None:
+            self.note("intent", {"key": key, "trial": trial.to_json()}, f"intent {key}", because)
+            if not self.patiently(lambda: self.runner.has(key)):
+                self.patiently(lambda: self.runner.launch(key, trial))
+        return key
+
+    def _observed(self, trial: Trial, why: str, because: Sequence[int]) -> RunObservation:
+        for attempt in count(1):
+            entry, run, is_new = self._attempt(trial, attempt, why, because)
+            if run.end != "infra_failed" or (attempt % MAX_ATTEMPTS == 0 and not self.were_away(run, is_new)):
+                break
+        return RunObservation(entry.number, trial.arm, run)
+
+    def _attempt(
+        self, trial: Trial, attempt: int, why: str, because: Sequence[int]
+    ) -> tuple[JournalEntry, Outcome, bool]:
+        """The entry of an attempt, its outcome, and True if the notebook lacked it."""
+        key = self._launch(trial, attempt, because)
+        known = self.notebook.known(f"observed {key}")
+        entry = known or self.note("observed", {"why": why, **self._collected(key, trial)}, f"observed {key}", because)
+        del self._under_way[key]
+        self.spend(entry.content["cost"], entry.content["hours"])
+        run = Outcome.from_json(entry.content["outcome"])
+        if run.score is not None:
+            added_cost(self._reached, trial)
+            self._measure(trial, run)
+        return entry, run, known is None
+
+    def were_away(self, lost: Outcome, is_new: bool = True) -> bool:
+        """True if a run was lost because the servers could run nothing; they can again. False if the subject as given
+        runs there, so that the arm itself is the reason. Waits while that is lost, too.
+
+        Raises `ConfigError` if the very first run is lost.
+        """
+        if self._first is None:
+            refuse(
+                is_new, f"the first run was lost {MAX_ATTEMPTS} times: {lost.note}. Mend that and resume the campaign"
+            )
+            return True
+        self.probes += 1
+        probe = Trial(OBSERVING, self._subject, {}, seed_of(self.question, -1 - self.probes), "explore", SHORT)
+        attempts = count(1)
+
+        def until_it_runs() -> int:
+            for attempt in attempts:
+                _, run, is_new = self._attempt(probe, attempt, "a run was lost: does the subject run?", [])
+                if run.end != "infra_failed":
+                    break
+                if is_new:
+                    raise ServerUnavailable(f"runs are lost: {run.note}")
+            return attempt
+
+        return self.patiently(until_it_runs) > 1
+
+    def _collected(self, key: str, trial: Trial) -> dict[str, Any]:
+        begun = self.working_time()
+        run = self.patiently(lambda: self.runner.collect(key))
+        trained = bool(run.curve) or run.score is not None  # else it never answered
+        return {
+            "trial": trial.to_json(),
+            "outcome": run.to_json(),
+            "facts": facts_of(run),
+            "signs": [sign.to_json() for sign in signs(run)],
+            "cost": self._cost(trial) if trained else 0.0,
+            "hours": (self.working_time() - begun) / 3600,
+        }
+
+    def _cost(self, trial: Trial) -> float:
+        """Full runs that a trial adds to those that were made."""
+        return added_cost(dict(self._reached), trial)
+
+    # ---- equal amounts -----------------------------------------------------------------------------------------------
+
+    def setting(self, commit: str) -> Setting:
+        """Settings of a commit's full runs, besides its own: their length, where a short run gave it."""
+        return {"job.max_steps": self._steps[commit]} if commit in self._steps else {}
+
+    def _measure(self, trial: Trial, run: Outcome) -> None:
+        if self._first is None:
+            self._first, self._subject = run, trial.arm
+        if self.equal not in MEASURED or trial.fidelity == 1:
+            return
+        steps, whole = (len(one.signals.get(AMOUNTS[self.equal][0], ())) for one in (run, self._first))
+        used, given = (amount([one.signals], self.equal) for one in (run, self._first))
+        if used and given:
+            self._steps[trial.arm] = max(1, min(round(given * steps / used), LONGEST_RUN * whole))
+
+    # ---- budget ------------------------------------------------------------------------------------------------------
+
+    def spend(self, runs: float, hours: float) -> None:
+        self.spent["runs"] += runs
+        self.spent["hours"] += hours
+
+    def left(self) -> float:
+        """Full runs that the budget still pays for, without those that are under way."""
+        spent, waiting = self.spent, sum(map(self._cost, self._under_way.values()))
+        if self.budget.runs is not None:
+            return self.budget.runs - spent["runs"] - waiting
+        assert self.budget.hours is not None
+        each = spent["hours"] / spent["runs"] if spent["runs"] else 0.0
+        return (self.budget.hours - spent["hours"]) / each - waiting if each else math.inf
+
+    # ---- entries and patience ----------------------------------------------------------------------------------------
+
+    def note(self, kind: str, content: object, key: str, because: Sequence[int] = ()) -> JournalEntry:
+        """The entry under the key, which has this content if it is new. Waits while the disk is full."""
+        known = self.notebook.known(key)
+        return known or self.patiently(lambda: self.notebook.entry(kind, content, because, key=key))
+
+    def patiently(self, act: Callable[[], T]) -> T:
+        """Calls `act`, again and again while servers or the disk are away. Raises `ConfigError` in the end."""
+        pause, waited = WAITS[0], 0.0
+        while True:
+            try:
+                return act()
+            except (ServerUnavailable, OSError, sqlite3.OperationalError) as error:
+                if isinstance(error, OSError) and error.errno not in PASSING:
+                    raise
+                if waited >= PATIENCE:
+                    raise ConfigError(
+                        f"gave up after {waited / 3600:.0f} h: {error}. Resume the campaign later"
+                    ) from None
+                self.tell(f"{error}: trying again in {pause:.0f} s")
+            self.clock.sleep(pause)
+            waited += pause
+            self._waited += pause
+            pause = min(2 * pause, WAITS[1])
+
+    def working_time(self) -> float:
+        """Seconds, without waiting for servers and disks."""
+        return self.clock.time() - self._waited
+
+
+@dataclass
+class StudyRuns:
+    """The `TrialRunner` of a study. A lost run is repeated as in screens: see `were_away`."""
+
+    runs: CampaignRuns
+    trials: dict[str, Trial] = field(default_factory=dict)
+    repeated: float = 0.0
+    """Full runs of the repeats. The study does not count them."""
+
+    def has(self, key: str) -> bool:
+        """False, so that each process is given the trials."""
+        return False
+
+    def launch(self, key: str, trial: Trial) -> None:
+        self.trials[key] = trial
+        if not self.runs.runner.has(key):
+            self.runs.runner.launch(key, trial)
+
+    def collect(self, key: str) -> Outcome:
+        for attempt in count(1):
+            name = key if attempt == 1 else f"{key} again {attempt}"
+            self.launch(name, self.trials[key])
+            outcome = self.runs.runner.collect(name)
+            if outcome.end != "infra_failed" or (attempt % MAX_ATTEMPTS == 0 and not self.runs.were_away(outcome)):
+                break
+            self.repeated += bool(outcome.curve)
+        return outcome
+
+
+Signals = Mapping[str, Sequence[float | None]]
+
+
+def amount(runs: Iterable[Signals], of: str) -> float:
+    """Sum over runs of training episodes, of sampled tokens of training, or of seconds; 0 for steps."""
+    values = [value for signals in runs for name in AMOUNTS.get(of, ()) for value in signals.get(name, ())]
+    return math.fsum(value for value in values if value is not None)
