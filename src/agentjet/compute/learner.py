@@ -480,7 +480,7 @@ class PolicyLearner:
             with self._reference_weights():
                 outputs["reference"] = self._of_batch(forest, ["proximal"], max_tokens)["proximal"]
         if "teacher" in needs:
-            folder = hooks.declared(recipe, "teacher_folder")
+            folder = hooks.declared(recipe, "teaching").sources[0]
             if self._teacher is None or self._teacher.folder != folder:
                 self._teacher = None  # Frees the memory of another one.
                 self._teacher = Teacher(folder, self.policy)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Result = TypeVar("Result")
-DECLARED = ("needs", "value_heads", "teacher_folder", "reads", "reports", "takes_batch")
+DECLARED = ("needs", "value_heads", "teaching", "reads", "reports", "takes_batch")
 ROLES = ("planner", "critic")
 CALLS = ((0, 0, 3), (0, 1, 2), (1, 0, 2))
 """Role, turn and number of tokens of the calls of an episode. Only the first episode of a group has the last one."""

@@ -21,7 +21,7 @@ from pydantic import Field
 
 from agentjet.recipes.losses import CrossEntropy, token_weights
 from agentjet.recipes.policy_gradient import FloatArray, Outputs, OwnLoss, PolicyGradient, facts_of
-from agentjet.recipes.recipe import Need, Recipe
+from agentjet.recipes.recipe import Need, Recipe, Teaching
 from agentjet.recipes.rewards import surprises
 from agentjet.timeline.batch import TrainingBatch
 from agentjet.timeline.forest import Forest
@@ -148,8 +148,8 @@ class Distill(PolicyGradient):
         return super().needs | {"teacher"}
 
     @property
-    def teacher_folder(self) -> str:
-        return self.teacher
+    def teaching(self) -> Teaching:
+        return Teaching((self.teacher,))
 
     def token_advantages(self, batch: TrainingBatch) -> NDArray[np.float32]:
         return np.asarray(batch.forest["teacher"] - batch.forest["logprob"])

@@ -6,6 +6,7 @@ The gateway and the learner call the hooks:
 |---|---|---|
 | `rollout` | gateway, before each training group | number of episodes, temperature, turn limit; or to skip the task |
 | `accept` | gateway, for each finished group | '' to train the group, else the reason to drop it |
+| `teacher_context` | gateway, for each episode and role of a batch | the text that only the teacher sees |
 | `needs` | learner, once a batch | what must be computed before `columns` |
 | `columns` | learner, once a batch | the forest with one number per token and column |
 | `weights`, `contributing` | learner, once a mini-batch | the share of each token in the loss |
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 
 Need = Literal["proximal", "reference", "teacher", "entropy"]
 """`proximal`: log-probabilities of the weights before the batch. `reference`: of the weights of version 0. `teacher`:
-of the model in the folder `Recipe.teacher_folder`. `entropy`: entropies of the distributions that the weights before
+of the teacher that `Recipe.teaching` names. `entropy`: entropies of the distributions that the weights before
 the batch give, each over the set of its token."""
 
 
@@ -56,6 +57,42 @@ class ValueHeads(NamedTuple):
     """Learning rate of the heads. A step moves a value by about this at most."""
     body_coef: float
     """Factor of the gradient that reaches the weights of the policy. 0: only the heads learn."""
+
+
+class Teaching(NamedTuple):
+    """The teacher of a recipe, whose log-probabilities of the targets are the column `teacher` [M]; NaN where it has
+    none.
+    """
+
+    sources: tuple[str, ...]
+    """Either the folder of a model, or `policy`: the weights before the batch, or `reference`: the weights of the
+    reference, or the URLs of endpoints that serve one model.
+    """
+    model: str = ""
+    """Name of the model at the endpoints."""
+    top_k: int = 0
+    """Likely tokens of each target: their ids are the column `top_ids` [M, top_k], the teacher's log-probabilities of
+    them `teacher_top`. A loss that reads `new_top` gets the present ones, with gradient."""
+    top_of: Literal["teacher", "policy"] = "teacher"
+    """Whose distribution the likely tokens are of: the teacher's, or that of the weights before the batch."""
+    has_context: bool = False
+    """True if the teacher sees the text of `Recipe.teacher_context`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """An episode of a batch and one of its roles, for `Recipe.teacher_context`."""
+
+    task_id: str
+    task_set: str
+    reward: float
+    """The reward of the policy."""
+    text: str
+    """The text that came with the reward."""
+    metrics: Mapping[str, float]
+    """The metrics that came with the reward."""
+    answer: str
+    """The text of the role's last trained answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,9 +186,9 @@ class Recipe(Component):
         return None
 
     @property
-    def teacher_folder(self) -> str:
-        """Folder of the model of the need `teacher`."""
-        return ""
+    def teaching(self) -> Teaching | None:
+        """The teacher of the need `teacher`."""
+        return None
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -179,6 +216,14 @@ class Recipe(Component):
     def accept(self, group: FinishedGroup) -> str:
         """Returns '' to train a finished group, or the reason to drop it: a short name of letters a-z and `_`, by which
         drops are counted.
+        """
+        return ""
+
+    def teacher_context(self, attempt: Attempt, others: Sequence[Attempt]) -> str | None:
+        """Returns a text that only the teacher sees, below the first message of the user in each call of an attempt:
+        a demonstration, or words about the attempt. '' for none; None if the attempt is not to be graded.
+
+        `others` are the other attempts of the group, of the same role. For recipes whose `teaching` has a context.
         """
         return ""
 

@@ -39,7 +39,7 @@ FloatArray = NDArray[np.float32]
 Column = NDArray[Any]
 """One value per target."""
 
-INTEGER_COLUMNS = frozenset({"version", "sequence", "support", "call"})
+INTEGER_COLUMNS = frozenset({"version", "sequence", "support", "call", "target", "top_ids"})
 """Columns of type int32. All others are float32."""
 SAMPLED_COLUMNS = ("advantage", "call", "logprob", "sequence", "support", "temperature", "version")
 """The columns of sampled targets with an advantage."""
