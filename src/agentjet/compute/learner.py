@@ -5,8 +5,8 @@
 * `passes` gives log-probabilities, of the learning policy, the old policy and the reference alike.
 * The state of the recipe changes with an optimiser step, and is saved with the weights. So does a reference that moves:
   it is like the masters.
-* Teachers grade the batch before the first step: the model of a folder, the policy, or the reference. Each rank computes
-  its part.
+* Teachers grade the batch before the first step: the model of a folder, the policy, or the reference. Each rank
+  computes its part.
 * Deterministic: equal weights, optimiser state and batch give equal weights, bit by bit, on one number of threads or
   ranks.
 
