@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from agentjet.compute.learner import Sharding
+from agentjet.compute.group import Sharding
 from agentjet.compute.memory import (
     Learning,
     activation_bytes,
@@ -94,6 +94,18 @@ def test_sharded_ranks_hold_parts() -> None:
     eight, sixteen = (rank_need(size, ranks=n, sharding="sharded").total for n in (8, 16))
     assert sixteen < eight < rank_need(size, ranks=8, sharding="gathered").total
     assert rank_need(size, Learning(trained=10**7), ranks=8, sharding="sharded").total < eight
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("sharding", ["gathered", "sharded"])
+def test_a_reference_that_moves_is_divided(sharding: Sharding, offload: bool) -> None:
+    size = size_from_config(LLAMA_8B)
+    plain, moving = (
+        rank_need(size, Learning(offload=offload, reference=reference), ranks=8, sharding=sharding)
+        for reference in (False, True)
+    )
+    more = moving.host - plain.host if offload else moving.total - plain.total
+    assert more == pytest.approx(4 * size.num_parameters / 8, abs=1)
 
 
 @pytest.mark.parametrize("trained", [0, 10**7])

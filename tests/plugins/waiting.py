@@ -47,7 +47,7 @@ class Waiting(Grpo):
     @property
     def needs(self) -> frozenset[Need]:
         self._wait("needs")
-        return frozenset(["teacher"]) if self.hook == "teacher_folder" else super().needs
+        return frozenset(["teacher"]) if self.hook == "teaching" else super().needs
 
     @property
     def value_heads(self) -> ValueHeads | None:
@@ -55,9 +55,9 @@ class Waiting(Grpo):
         return None
 
     @property
-    def teacher_folder(self) -> str:
-        self._wait("teacher_folder")
-        return ""
+    def teaching(self) -> Any:
+        self._wait("teaching")
+        return super().teaching
 
     def reward_advantages(self, batch: Any) -> Any:
         self._wait("reward_advantages")

@@ -58,8 +58,6 @@ class Capabilities:
 
     values: bool = False
     """Trains value heads on the policy."""
-    teachers: bool = False
-    """Computes log-probabilities of a frozen model beside the policy."""
     optimizers: tuple[str, ...] = ("adamw",)
     """Values of `job.optimizer.name`. Learner ranks hold parts of matrices, which only AdamW can change alone."""
     separate_samplers: bool = False
@@ -69,7 +67,7 @@ class Capabilities:
 
 
 CAPABILITIES = {
-    "embedded": Capabilities(values=True, teachers=True, optimizers=("adamw", "muon", "adamw_8bit")),
+    "embedded": Capabilities(values=True, optimizers=("adamw", "muon", "adamw_8bit")),
     "cluster": Capabilities(separate_samplers=True),
 }
 """By the name of the backend."""
@@ -81,10 +79,7 @@ def check_capabilities(
     """Raises `ConfigError` if the recipe or an optimiser of a job needs a feature that the backend of a policy does not
     have.
     """
-    needed = {
-        "values": hooks.declared(job.recipe, "value_heads") is not None,
-        "teachers": "teacher" in hooks.declared(job.recipe, "needs"),
-    }
+    needed = {"values": hooks.declared(job.recipe, "value_heads") is not None}
     for policy in config.policy_names:
         backend, model = config.compute_of(policy), config.model_of(policy)
         found = capabilities(backend)

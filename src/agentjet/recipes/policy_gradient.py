@@ -28,7 +28,8 @@ from agentjet.recipes.losses import (
     token_weights,
     vetoed,
 )
-from agentjet.recipes.recipe import FinishedGroup, Need, Recipe
+from agentjet.recipes.recipe import FinishedGroup, Need, Recipe, ReferenceMoves
+from agentjet.section import Int64
 from agentjet.timeline.batch import Facts, TrainingBatch
 from agentjet.timeline.forest import Forest, select
 
@@ -69,7 +70,11 @@ class PolicyGradient(Recipe):
     constant: float = Field(0.0, ge=0)
     """For `aggregation = "constant"`: divisor of the summed loss, besides the number of sequences."""
     kl_coef: float = Field(0.0, ge=0)
-    """Weight of the KL penalty against the reference, the weights of version 0. 0: no penalty."""
+    """Weight of the KL penalty against the reference: the weights of version 0, unless it moves. 0: no penalty."""
+    reference_every: Int64 = Field(0, ge=0)
+    """Batches after which the reference moves to the present weights. 0: it does not move."""
+    reference_mix: float = Field(1.0, gt=0, le=1)
+    """Share of the present weights in a reference that moves. 1: they replace it; less: a moving average."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Place of the KL penalty: the loss of each token, or the reward, from which its sum over the tokens of each
     episode and role is subtracted."""
@@ -182,6 +187,18 @@ class PolicyGradient(Recipe):
     def reads(self) -> tuple[str, ...]:
         reference = ("reference",) if self.kl_coef and self.kl_in == "loss" else ()
         return (*self.loss.reads, *reference, *(("new_entropy",) if self.entropy_coef else ()))
+
+    @property
+    def reference_moves(self) -> ReferenceMoves | None:
+        moves = self.reference_every and self._reads_reference
+        return ReferenceMoves(self.reference_every, self.reference_mix) if moves else None
+
+    @property
+    def _reads_reference(self) -> bool:
+        teaching = self.teaching
+        return "reference" in {*self.needs, *self.reads} or (
+            teaching is not None and teaching.sources == ("reference",)
+        )
 
     @property
     def reports(self) -> tuple[str, ...]:
@@ -362,6 +379,16 @@ class PolicyGradient(Recipe):
         reason = self.no_kl_in_reward if self.compares_rewards else "does not compare rewards of episodes"
         if self.kl_in == "reward" and reason:
             raise ValueError(f"kl_in = 'reward': the recipe {self.name!r} {reason}; set kl_in to 'loss'")
+        return self
+
+    @model_validator(mode="after")
+    def _reference_is_read(self) -> Self:
+        is_set = self.reference_every != type(self).model_fields["reference_every"].default
+        if is_set and self.reference_every and not self._reads_reference:
+            raise ValueError(
+                f"reference_every = {self.reference_every}: the recipe {self.name!r} reads no reference; set kl_coef "
+                "above 0, or reference_every to 0"
+            )
         return self
 
     @model_validator(mode="before")

@@ -6,6 +6,7 @@ The gateway and the learner call the hooks:
 |---|---|---|
 | `rollout` | gateway, before each training group | number of episodes, temperature, turn limit; or to skip the task |
 | `accept` | gateway, for each finished group | '' to train the group, else the reason to drop it |
+| `teacher_context` | gateway, for each episode and role of a batch | the text that only the teacher sees |
 | `needs` | learner, once a batch | what must be computed before `columns` |
 | `columns` | learner, once a batch | the forest with one number per token and column |
 | `weights`, `contributing` | learner, once a mini-batch | the share of each token in the loss |
@@ -43,9 +44,10 @@ if TYPE_CHECKING:
     from agentjet.timeline.forest import Forest
 
 Need = Literal["proximal", "reference", "teacher", "entropy"]
-"""`proximal`: log-probabilities of the weights before the batch. `reference`: of the weights of version 0. `teacher`:
-of the model in the folder `Recipe.teacher_folder`. `entropy`: entropies of the distributions that the weights before
-the batch give, each over the set of its token."""
+"""`proximal`: log-probabilities of the weights before the batch. `reference`: of the reference, the weights of version
+0 unless `Recipe.reference_moves`. `teacher`: of the teacher that `Recipe.teaching` names; NaN for targets that it does
+not grade. `entropy`: entropies of the distributions that the weights before the batch give, each over the set of its
+token."""
 
 
 Given = Literal["", "alone", "scored", "compared"]
@@ -63,6 +65,54 @@ class ValueHeads(NamedTuple):
     """Factor of the gradient that reaches the weights of the policy. 0: only the heads learn."""
     warm_up: int = 0
     """First batches with these heads from which only the heads learn: the weights of the policy stay."""
+
+
+class ReferenceMoves(NamedTuple):
+    """When the reference moves: after each batch that ends a multiple of `every` batches of the policy."""
+
+    every: int
+    mix: float
+    """Share of the present weights in the new reference, above 0. 1: they replace it. Else the old one keeps the rest,
+    a moving average."""
+
+
+class Teaching(NamedTuple):
+    """The teacher of a recipe, whose log-probabilities of the targets are the column `teacher` [M]; NaN where it has
+    none. They are at the temperature and over the set of sampling.
+    """
+
+    sources: tuple[str, ...] = ()
+    """Either the folder of a model, or `policy`: the weights before the batch, or `reference`: the weights of the
+    reference, or the URLs of endpoints that serve one model. Without the need `teacher`: none, for the likely tokens of
+    the policy alone.
+    """
+    model: str = ""
+    """Name of the model at the endpoints."""
+    top_k: int = 0
+    """Likely tokens of each target: their ids are the column `top_ids` [M, top_k], the teacher's log-probabilities of
+    them `teacher_top`. A loss that reads `new_top` gets the present ones, with gradient. Tokens outside the set of the
+    target have -100."""
+    top_of: Literal["teacher", "policy"] = "teacher"
+    """The distribution that the likely tokens are of: the teacher's, or that of the weights before the batch, whose
+    log-probabilities of them are then the column `old_top`."""
+    has_context: bool = False
+    """True if the teacher sees the text of `Recipe.teacher_context`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """An episode of a batch and one of its roles, for `Recipe.teacher_context`."""
+
+    task_id: str
+    task_set: str
+    reward: float
+    """The reward of the policy."""
+    text: str
+    """The text that came with the reward."""
+    metrics: Mapping[str, float]
+    """The metrics that came with the reward."""
+    answer: str
+    """The text of the role's last trained answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,16 +208,22 @@ class Recipe(Component):
         return None
 
     @property
-    def teacher_folder(self) -> str:
-        """Folder of the model of the need `teacher`."""
-        return ""
+    def teaching(self) -> Teaching | None:
+        """The teacher of the need `teacher`, and the likely tokens."""
+        return None
+
+    @property
+    def reference_moves(self) -> ReferenceMoves | None:
+        """When the reference moves. None: it stays as it is."""
+        return None
 
     @property
     def reads(self) -> tuple[str, ...]:
         """Columns that the loss reads. The learner computes these:
 
-        * `reference` [M], if it is missing: log-probabilities of the weights of version 0.
+        * `reference` [M], if it is missing: log-probabilities of the reference.
         * `new_entropy` [M]: entropies of the present distributions, with gradient.
+        * `new_top` [M, K]: present log-probabilities of the likely tokens of `teaching`, with gradient.
         * With value heads, also their present values [M] with gradient, as `new_` and the name of the head.
         """
         return ("logprob",)
@@ -188,6 +244,14 @@ class Recipe(Component):
     def accept(self, group: FinishedGroup) -> str:
         """Returns '' to train a finished group, or the reason to drop it: a short name of letters a-z and `_`, by which
         drops are counted.
+        """
+        return ""
+
+    def teacher_context(self, attempt: Attempt, others: Sequence[Attempt]) -> str | None:
+        """Returns a text that only the teacher sees, below the first message of the user in each call of an attempt:
+        a demonstration, or words about the attempt. '' for none; None if the attempt is not to be graded.
+
+        `others` are the other attempts of the group, of the same role. For recipes whose `teaching` has a context.
         """
         return ""
 

@@ -27,7 +27,8 @@ CHAPTERS = {
     "turns": "dense_turn_credit gigpo graph_gpo hgpo mars stepwise_grpo stratified_grpo",
     "rewards": "alp craft_gui duration_aware gdpo hc_grpo rapo rlsp single_stream",
     "sampling": "dart pass_rate rapo_pruning scaling_inter staged task_temperature",
-    "imitation": "digirl_curriculum distill rft sft",
+    "imitation": "digirl_curriculum rft sft",
+    "distillation": "distill distill_top_k kdrl opsd sdft sdpo",
     "offline": "awr direct_advantage dpo dro kto oapl",
 }
 """The families: the names of the built-in recipes, by the module of this package that defines them."""

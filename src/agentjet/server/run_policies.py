@@ -272,7 +272,9 @@ def check_model(job: JobConfig, model: ModelInfo) -> None:
         )
     if "teacher" not in hooks.declared(job.recipe, "needs"):
         return
-    teacher = hooks.declared(job.recipe, "teacher_folder")
+    teacher = hooks.declared(job.recipe, "teaching").sources[0]
+    if teacher in ("policy", "reference") or "://" in teacher:
+        return
     folder = Path(teacher)
     if not (folder / "config.json").exists():
         raise ConfigError(

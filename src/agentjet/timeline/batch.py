@@ -68,3 +68,6 @@ class TrainingBatch:
     facts: Facts | None = None
     state: Mapping[str, float] = field(default_factory=dict)
     """State of the recipe before the batch. The learner adds it."""
+    taught: Forest | None = None
+    """The targets in the context that the teacher sees, if it sees another one: the column `target` is the index of
+    each among those of `forest`. Others are not graded."""
