@@ -76,9 +76,10 @@ def check_capabilities(
     capabilities: Callable[[ComputeConfig], Capabilities], config: ServeConfig, job: JobConfig
 ) -> None:
     """Raises `ConfigError` if the recipe of a job needs a feature that the backend of a policy does not have."""
+    teaching = hooks.teaching(job.recipe)
     needed = {
         "values": hooks.declared(job.recipe, "value_heads") is not None,
-        "teachers": "teacher" in hooks.declared(job.recipe, "needs"),
+        "teachers": teaching is not None and not teaching.is_endpoint,
     }
     for backend in map(config.compute_of, config.policy_names):
         found = capabilities(backend)

@@ -14,7 +14,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from contextvars import copy_context
@@ -22,7 +22,7 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from agentjet.errors import AgentJetError, RecipeError, failure
-from agentjet.recipes.recipe import FinishedGroup, Recipe
+from agentjet.recipes.recipe import Attempt, FinishedGroup, Recipe, Teaching
 from agentjet.recipes.rollout import Rollout, TaskStats
 
 if TYPE_CHECKING:
@@ -231,6 +231,20 @@ def accept(recipe: Recipe, group: FinishedGroup, others: frozenset[str]) -> str:
             f"group, or a short name of letters a-z and _, other than {', '.join(sorted(others))}; {WAY_OUT}"
         )
     return reason
+
+
+def teaching(recipe: Recipe) -> Teaching | None:
+    """Returns the teacher of a recipe that needs one."""
+    return declared(recipe, "teaching") if "teacher" in declared(recipe, "needs") else None
+
+
+def teacher_context(recipe: Recipe, attempt: Attempt, others: Sequence[Attempt]) -> str | None:
+    """Returns the text that only the teacher sees, or None for an attempt that is not graded."""
+    hook = "teacher_context"
+    found: Any = called(recipe, hook, lambda: recipe.teacher_context(attempt, others))
+    if not (found is None or isinstance(found, str)):
+        raise _wrong(recipe, hook, f"returned {_kind(found)} instead of a text or None")
+    return found
 
 
 def rollout(recipe: Recipe, task: TaskStats, default: Rollout, version: int) -> Rollout:
