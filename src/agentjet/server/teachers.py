@@ -694,7 +694,7 @@ def _stamp(teaching: Teaching, forest: Forest) -> NDArray[np.uint8]:
 def _stored(path: Path, teaching: Teaching, forest: Forest) -> dict[str, NDArray[Any]] | None:
     """Returns the stored grades of a batch; None if they are missing, damaged, or of another teacher or batch."""
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
             found = {name: file[name] for name in COLUMNS[: 3 if teaching.top_k else 1]}
             if np.array_equal(file["stamp"], _stamp(teaching, forest)):
                 return found
