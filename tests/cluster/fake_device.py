@@ -22,7 +22,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import backend_registration
 
 from agentjet.compute import learner as embedded
-from agentjet.compute.learner import PolicyLearner, Sharding
+from agentjet.compute.group import Sharding
+from agentjet.compute.learner import PolicyLearner
 from agentjet.compute.policy import summed
 from agentjet.config import OptimizerConfig
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from agentjet.compute import checkpoint
-from agentjet.compute.learner import PolicyLearner, RankGroup, Sharding
+from agentjet.compute.group import RankGroup, Sharding
+from agentjet.compute.learner import PolicyLearner
 from agentjet.compute.policy import Policy
 from agentjet.compute.protocol import LossSpec
 from agentjet.compute.rank import publish

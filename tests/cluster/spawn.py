@@ -17,7 +17,7 @@ def spawn(num_ranks: int, function: Callable[..., Any], *arguments: Any) -> list
 
     Raises `RuntimeError` if a rank fails. The function must be importable.
     """
-    from agentjet.compute.learner import Rendezvous
+    from agentjet.compute.group import Rendezvous
 
     rendezvous = Rendezvous(HOST)
     context = multiprocessing.get_context("forkserver")
@@ -52,7 +52,7 @@ def _run(
 ) -> None:
     import torch
 
-    from agentjet.compute.learner import RankGroup, join
+    from agentjet.compute.group import RankGroup, join
     from agentjet.compute.rank import make_deterministic
 
     torch.set_num_threads(1)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from agentjet.compute.learner import Sharding
+from agentjet.compute.group import Sharding
 from agentjet.compute.memory import (
     Learning,
     activation_bytes,

@@ -25,7 +25,8 @@ import pytest
 import torch
 
 from agentjet.compute import checkpoint
-from agentjet.compute.learner import PolicyLearner, Sharding
+from agentjet.compute.group import Sharding
+from agentjet.compute.learner import PolicyLearner
 from agentjet.compute.passes import score
 from tests.cluster import rank_cases
 from tests.cluster.rank_cases import (

@@ -16,8 +16,9 @@ import torch
 from torch import nn
 
 from agentjet.compute import checkpoint
-from agentjet.compute.learner import PolicyLearner, RankGroup
-from agentjet.compute.learner import fingerprint as fingerprint_of
+from agentjet.compute.group import RankGroup
+from agentjet.compute.group import fingerprint as fingerprint_of
+from agentjet.compute.learner import PolicyLearner
 from agentjet.compute.policy import Policy, summed
 from agentjet.config import JobConfig, OptimizerConfig
 from agentjet.timeline.forest import Forest, build_forest, call_row

@@ -26,7 +26,8 @@ import torch
 import torch.distributed as dist
 
 from agentjet.compute import checkpoint
-from agentjet.compute.learner import PolicyLearner, RankGroup, Sharding
+from agentjet.compute.group import RankGroup, Sharding
+from agentjet.compute.learner import PolicyLearner
 from agentjet.compute.policy import Policy
 from agentjet.compute.rank import make_deterministic
 from agentjet.compute.sampler import ModelSampler

@@ -233,8 +233,7 @@ def test_a_teacher_grades_the_tokens(tiny_folder: Path, monkeypatch: pytest.Monk
     assert gaps[0]["policy/teacher_kl"] == pytest.approx(float((forest["logprob"] - found["teacher"]).mean()), abs=1e-5)
 
 
-@pytest.mark.parametrize(("recipe", "feature"), [("ppo", "values"), ("distill", "teachers")])
-def test_a_backend_without_the_feature_is_refused(recipe: str, feature: str) -> None:
-    job = JobConfig(recipe=make_recipe(recipe))
-    with pytest.raises(ConfigError, match=f"job.recipe = '{recipe}' needs {feature}, and the embedded backend has"):
+def test_a_backend_without_the_feature_is_refused() -> None:
+    job = JobConfig(recipe=make_recipe("ppo"))
+    with pytest.raises(ConfigError, match="recipe = 'ppo' needs values, and the embedded backend has"):
         check_capabilities(lambda _: Capabilities(), ServeConfig(job=job), job)

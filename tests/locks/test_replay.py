@@ -18,7 +18,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from agentjet.compute.learner import PolicyLearner, RankGroup, Rendezvous, Sharding, join
+from agentjet.compute.group import RankGroup, Rendezvous, Sharding, join
+from agentjet.compute.learner import PolicyLearner
 from agentjet.compute.model import load_policy
 from agentjet.compute.rank import make_deterministic
 from agentjet.config import JobConfig, ModelConfig

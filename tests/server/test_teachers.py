@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentjet.compute.protocol import Capabilities
 from agentjet.errors import ConfigError, InvalidRequest
 from agentjet.front.calls import CallRequest
 from agentjet.protocol import BeginRequest, FinishRequest, JobBody
@@ -30,7 +29,7 @@ from agentjet.server import teachers
 from agentjet.timeline.batch import TrainingBatch
 from agentjet.timeline.forest import Forest, ancestors
 from agentjet.types import Conversation, Message
-from tests.fakes import Running, ScriptedCompute, job_body, running
+from tests.fakes import Running, job_body, running
 from tests.tiny import make_model_info, tokenizer
 
 pytestmark = pytest.mark.anyio
@@ -60,17 +59,13 @@ class Graded(Grpo):
         return None if one.reward else f"{one.task_id} {one.text} {one.answer} {len(others)} {others[0].reward:g}"
 
 
-def can_teach(compute: ScriptedCompute) -> None:
-    compute.declared = Capabilities(teachers=True)
-
-
 def recipe(**parameters: Any) -> dict[str, Any]:
     return {"name": f"{__name__}:Graded", **parameters}
 
 
 def context(**parameters: Any) -> dict[str, Any]:
     """Settings of a run whose teacher sees another context."""
-    return {"prepare": can_teach, "job": {"recipe": recipe(has_context=True, **parameters)}}
+    return {"job": {"recipe": recipe(has_context=True, **parameters)}}
 
 
 # ---- contexts --------------------------------------------------------------------------------------------------------
@@ -185,7 +180,7 @@ async def test_a_text_that_is_too_long_is_not_graded(tmp_path: Path) -> None:
 
 async def test_a_wrong_text_stops_the_run(tmp_path: Path) -> None:
     job = {"recipe": f"{__name__}:Wrong"}
-    async with running(tmp_path / "d", prepare=can_teach, job=job) as run:
+    async with running(tmp_path / "d", job=job) as run:
         await run.fill_batch()
         await run.until(lambda: run.gateway.phase.state == "failed")
         assert "`teacher_context` returned int instead of a text or None" in run.gateway.phase.reason

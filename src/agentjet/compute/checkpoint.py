@@ -24,12 +24,15 @@ from safetensors import SafetensorError
 from agentjet.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
-    from agentjet.compute.learner import PolicyLearner, RankGroup
+    from agentjet.compute.group import RankGroup
+    from agentjet.compute.learner import PolicyLearner
     from agentjet.compute.policy import Policy
 
 STATE_FILE = "state.json"
 TRAINER_FILE = "trainer.pt"
 TRAINER_FOLDER = "trainer"
+MOVED_REFERENCE = "moved_reference"
+"""Key in `state.json`: true if the trainer's state has a reference that has moved."""
 FORMAT = 3
 """Version of `state.json`. No other version is read."""
 
@@ -63,7 +66,8 @@ def save(path: Path, learner: PolicyLearner, state: dict[str, Any]) -> str:
                     # With a path, torch reports a full disk as "unexpected pos".
                     with (folder / TRAINER_FILE).open("wb") as file:
                         torch.save(learner.state(), file)
-                digest = seal(folder, {**identity(policy), **state})
+                moved = {MOVED_REFERENCE: True} if learner.reference_moved else {}
+                digest = seal(folder, {**identity(policy), **moved, **state})
             stack.close()
             return digest
 
@@ -108,7 +112,7 @@ def load(path: Path, learner: PolicyLearner) -> dict[str, Any]:
 
     state: dict[str, Any] = ranks.gather(ranks.agreed(verify))[0]
     ranks.agreed(lambda: check_identity(path, state, learner.policy))
-    trainer = ranks.agreed(lambda: read_trainer(path, learner))
+    trainer = ranks.agreed(lambda: read_trainer(path, learner, state))
     with fitting(path):
         learner.restore(trainer)
     return state
@@ -124,8 +128,10 @@ def check_identity(path: Path, state: dict[str, Any], policy: Policy) -> None:
             )
 
 
-def read_trainer(path: Path, learner: PolicyLearner) -> dict[str, Any]:
-    """Returns masters and moments from `trainer.pt` or `trainer/`. Raises `CheckpointError`."""
+def read_trainer(path: Path, learner: PolicyLearner, state: dict[str, Any]) -> dict[str, Any]:
+    """Returns masters and moments from `trainer.pt` or `trainer/`. `state` is that of `state.json`. Raises
+    `CheckpointError`.
+    """
     import torch
 
     with fitting(path):
@@ -135,11 +141,11 @@ def read_trainer(path: Path, learner: PolicyLearner) -> dict[str, Any]:
             return whole
         import torch.distributed.checkpoint as dcp
 
-        state = learner.new_state()
+        trainer = learner.new_state(reference=state.get(MOVED_REFERENCE, False))
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-            dcp.load(state, checkpoint_id=path / TRAINER_FOLDER)  # type: ignore[attr-defined]
-        return state
+            dcp.load(trainer, checkpoint_id=path / TRAINER_FOLDER)  # type: ignore[attr-defined]
+        return trainer
 
 
 @contextmanager

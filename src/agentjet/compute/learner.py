@@ -11,15 +11,7 @@ With several ranks, every rank receives the whole batch. Advantages, loss weight
 whole batch. Then each rank computes its part of the forest (`part_of`), and gradients are summed. So any number
 of ranks gives the gradient of one within rounding.
 
-* *gathered*: each rank has all weights and its own gradients. Masters and moments are divided among the ranks.
-  Ranks meet once a mini-batch, so any pass works, with any number of micro-batches.
-* *sharded*: the decoder's layers are divided, too (FSDP2). They are gathered for each pass and freed after it. So ranks
-  do equal numbers of passes: a rank with fewer micro-batches fills in passes over one node without a target. Prefixes
-  are not kept between micro-batches. Embeddings, norms and head stay gathered, because tied weights have two users.
-
-Tensors of the model travel over NCCL on CUDA and over gloo elsewhere, arrays and errors over gloo. Collectives of
-offloaded tensors are those of gloo, because their mesh stays that of the device. All ranks call the same methods in the
-same order. Never run: NCCL. There was no machine with several GPUs.
+`group` has the two modes, *gathered* and *sharded*. All ranks call the same methods in the same order.
 
 Invariant: gathered weights are equal on all ranks, bit by bit. `weights_changed` checks it.
 """
@@ -27,218 +19,32 @@ Invariant: gathered weights are equal on all ranks, bit by bit. `weights_changed
 from __future__ import annotations
 
 import math
-import os
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, cast
 
 import numpy as np
-import psutil
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn.utils import clip_grads_with_norm_
 
-from agentjet.compute.memory import USABLE, Learning, gathered_need
-from agentjet.compute.model import decoder_layers
+from agentjet.compute.group import RankGroup, Sharding, fingerprint, shard_layers
 from agentjet.compute.passes import Pass, Teacher, ValueModel, chunks, measured, numbers, pass_of, to_device
-from agentjet.compute.policy import Policy, merged_weights, summed
+from agentjet.compute.policy import Policy, merged_weights
 from agentjet.compute.protocol import LossSpec, Outputs, means
 from agentjet.compute.routes import OWN_ROUTES_KL, ROUTE_MISMATCH
 from agentjet.config import OptimizerConfig
-from agentjet.errors import AgentJetError, ComputeError, ConfigError
-from agentjet.processes.rpc import host_and_port, listen
+from agentjet.errors import ComputeError
 from agentjet.recipes import hooks
 from agentjet.recipes.losses import kl_k3
 from agentjet.recipes.policy_gradient import MISMATCH
-from agentjet.recipes.recipe import Recipe
+from agentjet.recipes.recipe import Recipe, Teaching
 from agentjet.timeline.batch import TrainingBatch
 from agentjet.timeline.forest import Forest, Row, build_forest, part_of, restrict, select
-
-Result = TypeVar("Result")
-Number = TypeVar("Number", bound=np.generic)
-Sharding = Literal["gathered", "sharded"]
-
-TIMEOUT = timedelta(hours=12)
-"""Limit of one collective. The gateway detects ranks that died; this ends only a group that it forgot."""
-JOIN_TIMEOUT = timedelta(minutes=10)
-INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-
-
-class RankGroup:
-    """The ranks that learn together. `mesh` has one dimension; without a mesh, this process learns alone."""
-
-    def __init__(self, rank: int = 0, num_ranks: int = 1, device: torch.device | None = None) -> None:
-        """With a device, the process group of `torch.distributed` must exist."""
-        self.rank = rank
-        self.num_ranks = num_ranks
-        self.mesh: DeviceMesh | None = None if device is None else init_device_mesh(device.type, (num_ranks,))
-
-    def sum(self, values: NDArray[Number]) -> NDArray[Number]:
-        """Returns the sum of equally shaped arrays of all ranks."""
-        if self.mesh is None:
-            return values
-        total = torch.from_numpy(values.copy())
-        dist.all_reduce(total)
-        return total.numpy()
-
-    def gather(self, value: Any) -> list[Any]:
-        """Returns the values of all ranks, by rank. They must be small."""
-        values: list[Any] = [value] * self.num_ranks
-        if self.mesh is not None:
-            dist.all_gather_object(values, value)
-        return values
-
-    def agreed(self, action: Callable[[], Result]) -> Result:
-        """Call an action on every rank; returns this rank's result.
-
-        An `AgentJetError` of any rank is raised on all of them, so that none waits for one that gave up. The action
-        must not call other ranks after something that can fail on this rank only.
-        """
-        result, error = None, None
-        try:
-            result = action()
-        except AgentJetError as raised:
-            error = raised
-        for found in self.gather(error):
-            if found is not None:
-                raise found from error
-        return result  # type: ignore[return-value]  # Without an error there is a result.
-
-
-def fingerprint(weights: Sequence[Tensor], ranks: RankGroup, known: dict[int, Tensor]) -> int:
-    """Returns one number for all bits of some weights, which does not depend on the number of ranks.
-
-    `known` caches the sums of tensors by id. 135 million weights in bfloat16 and their masters take 27 ms on two cores.
-    Raises `RuntimeError` if weights that every rank has whole differ between ranks.
-    """
-    for tensor in weights:
-        if id(tensor) in known:
-            continue
-        if isinstance(tensor, DTensor):
-            # As `torch.chunk` divides the rows: the last ranks may have fewer, or none.
-            rows = -(-len(tensor) // ranks.num_ranks) if tensor.dim() else 0
-            known[id(tensor)] = summed(tensor.to_local(), ranks.rank * rows)
-        else:
-            known[id(tensor)] = summed(tensor)
-    sums = torch.stack([known[id(tensor)].to(weights[0].device) for tensor in weights])
-    if ranks.mesh is not None:
-        is_part = np.array([isinstance(w, DTensor) and w.placements[0].is_shard() for w in weights])
-        numbers = sums.cpu().numpy()
-        if len({whole.tobytes() for whole in ranks.gather(numbers[~is_part])}) > 1:
-            raise RuntimeError("the weights of the ranks differ, which would train another policy on each")
-        sums = torch.from_numpy(np.where(is_part, ranks.sum(numbers), numbers))
-    return int(summed(sums))
-
-
-def shard_layers(policy: Policy, ranks: RankGroup) -> list[nn.Module]:
-    """Divide the weights of the decoder's layers among the ranks; returns the layers.
-
-    Trained bfloat16 weights become float32 masters, from which FSDP makes the bfloat16 weights of a pass.
-    """
-    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-
-    layers = decoder_layers(policy, "compute.sharding = 'sharded'")
-    is_cuda = policy.device.type == "cuda"
-    offload = CPUOffloadPolicy(pin_memory=is_cuda) if policy.offloads_optimizer else OffloadPolicy()
-    for layer in layers:
-        types = {p.dtype for p in layer.parameters()}
-        is_half = torch.bfloat16 in types
-        if is_half and len(types) > 1:
-            raise ConfigError(
-                f"compute.sharding = 'sharded': layers of {policy.info.name!r} hold float32 weights beside bfloat16 "
-                "ones, which this mode would round: use 'gathered'"
-            )
-        for p in layer.parameters():
-            if is_half and p.requires_grad:
-                p.data = p.data.float()
-        fully_shard(
-            layer,
-            mesh=ranks.mesh,
-            reshard_after_forward=True,
-            mp_policy=MixedPrecisionPolicy(
-                param_dtype=torch.bfloat16 if is_half else None,
-                reduce_dtype=torch.float32 if is_half else None,
-                cast_forward_inputs=False,
-            ),
-            offload_policy=offload,
-        )
-    inside = {p for layer in layers for p in layer.parameters()}
-    fully_shard(
-        policy.decoder,
-        mesh=ranks.mesh,
-        mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False),
-        ignored_params={p for p in policy.decoder.parameters() if p not in inside},
-    )
-    for module in policy.decoder.modules():
-        if isinstance(module, FSDPModule):  # Loss weights are those of the whole batch, so gradients are summed.
-            module.set_force_sum_reduction_for_comms(True)
-            module.set_gradient_divide_factor(1.0)
-    return layers
-
-
-def chosen_sharding(wanted: Literal["auto", "gathered", "sharded"], policy: Policy, group: RankGroup) -> Sharding:
-    """Returns the mode of a group: `auto` is `gathered` for one rank, or if that fits the memory of every rank."""
-    if wanted != "auto":
-        return wanted
-    if group.num_ranks == 1:
-        return "gathered"
-    if policy.device.type == "cuda":
-        memory = torch.cuda.get_device_properties(policy.device).total_memory
-    else:
-        memory = psutil.virtual_memory().total // group.num_ranks
-    numbers = [p.numel() for p in policy.model.parameters()]
-    trained = sum(p.numel() for p in policy.trainable().values())
-    offload = policy.offloads_optimizer and policy.device.type == "cuda"
-    need = gathered_need(sum(numbers), Learning(policy.dtype.itemsize, trained, offload), ranks=group.num_ranks)
-    fits = need.total <= USABLE * memory
-    return "gathered" if all(group.gather(fits)) else "sharded"
-
-
-class Rendezvous:
-    """The place at which the ranks of a new group meet. It belongs to rank 0."""
-
-    def __init__(self, host: str) -> None:
-        """Listen on a free port of `host` only."""
-        listener, self.address = listen(host)
-        self.store = TCPStore(
-            *host_and_port(self.address),
-            is_master=True,
-            timeout=JOIN_TIMEOUT,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
-
-
-def join(rank: int, num_ranks: int, address: str, rendezvous: Rendezvous | None, host: str) -> None:
-    """Meet the other ranks at the address of rank 0's rendezvous. `host` is the address of this machine."""
-    for variable in INTERFACES:
-        if interface := interface_of(host):
-            os.environ.setdefault(variable, interface)
-    if rendezvous is not None:
-        store = rendezvous.store
-    else:
-        store = TCPStore(*host_and_port(address), is_master=False, timeout=JOIN_TIMEOUT)
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=TIMEOUT)
-
-
-def interface_of(host: str) -> str:
-    """Returns the network interface that has an address; empty if none has it."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(address.address == host for address in addresses):
-            return str(name)
-    return ""
-
-
-# ---- the learner -----------------------------------------------------------------------------------------------------
 
 TOKENS_COMPUTED = "forest/tokens_computed"
 SLOPE = "slope of "
@@ -309,6 +115,11 @@ class PolicyLearner:
         self._num_measured = 0
         """Batches that were computed without their routes."""
         self._reference: dict[str, Tensor] | None = None
+        """Weights of version 0, read from disk for the first reference of a policy without adapters."""
+        self._moved_reference: dict[str, Tensor] | None = None
+        """Tensors like the masters; None until the reference moves."""
+        self._next_mix = 0.0
+        """Share of the weights in the reference after the batch, or 0. The same optimiser step applies it."""
         self._prepared: _PreparedBatch | None = None
         """The batch between its first and its last step."""
         self._contributed = False
@@ -347,6 +158,7 @@ class PolicyLearner:
             state = hooks.next_state(loss.recipe, self._state_of(loss.recipe), means(steps))
             states = {**self.recipe_states, loss.recipe.name: state}
             self._next_states = {name: values for name, values in states.items() if values}
+            self._next_mix = _reference_mix(loss.recipe, batch.id)
             self._prepared = None
         prepared.steps.append(metrics)
         return Outputs(metrics, num_steps=prepared.num_steps)
@@ -354,7 +166,7 @@ class PolicyLearner:
     @contextmanager
     def _undone_on_failure(self) -> Iterator[None]:
         """Context of a `forward_backward`. After a failure the gradient is that of the operations before it."""
-        before = self._prepared, self._next_states, self._contributed, self._values
+        before = self._prepared, self._next_states, self._next_mix, self._contributed, self._values
         heads = None if self._values is None else self._values.heads
         accumulated = self._take_gradients()
         try:
@@ -362,7 +174,7 @@ class PolicyLearner:
         except BaseException:
             self._take_gradients()
             self._pass.forget()
-            self._prepared, self._next_states, self._contributed, self._values = before
+            self._prepared, self._next_states, self._next_mix, self._contributed, self._values = before
             if self._values is not None and heads is not None:
                 self._values.heads = heads
             raise
@@ -395,6 +207,9 @@ class PolicyLearner:
         if is_finite and self._next_states is not None:
             self.recipe_states = self._next_states
         self._next_states = None
+        if self._next_mix:
+            self._move_reference(self._next_mix)
+        self._next_mix = 0.0
         self._optimizer.zero_grad(set_to_none=True)
         return {
             "optim/grad_norm": norm,
@@ -441,7 +256,7 @@ class PolicyLearner:
                 self._values = ValueModel(heads, self.policy)
             self._values.heads = heads
         self._check_routes(batch.forest)
-        outputs = self._outputs(batch.forest, loss.recipe, loss.micro_batch_tokens)
+        outputs = self._outputs(batch, loss.recipe, loss.micro_batch_tokens)
         forest = batch.forest.with_columns(**outputs)
         batch = replace(batch, forest=forest, state=self._state_of(loss.recipe))
         prepared, metrics = hooks.columns(loss.recipe, batch, outputs)
@@ -470,21 +285,68 @@ class PolicyLearner:
     def _state_of(self, recipe: Recipe) -> Mapping[str, float]:
         return self.recipe_states.get(recipe.name, {})
 
-    def _outputs(self, forest: Forest, recipe: Recipe, max_tokens: int) -> dict[str, NDArray[np.float32]]:
-        """Returns the numbers [M] of each of the recipe's `needs` and value heads."""
+    def _outputs(self, batch: TrainingBatch, recipe: Recipe, max_tokens: int) -> dict[str, NDArray[Any]]:
+        """Returns the numbers [M] of each of the recipe's `needs` and value heads, and its likely tokens [M, K]."""
         needs, heads = hooks.declared(recipe, "needs"), hooks.declared(recipe, "value_heads")
+        teaching: Teaching | None = hooks.declared(recipe, "teaching")
+        forest, is_graded = batch.forest, "teacher" in batch.forest.targets  # An endpoint has graded them.
         own: list[str] = sorted(needs - {"reference", "teacher"})
         own += heads.names if heads is not None else ()
-        outputs = self._of_batch(forest, own, max_tokens) if own else {}
+        top_k = teaching.top_k if teaching is not None and teaching.top_of == "policy" else 0
+        outputs: dict[str, NDArray[Any]] = self._of_batch(forest, own, max_tokens, top_k) if own or top_k else {}
+        if top_k:
+            outputs["top_ids"], outputs["old_top"] = outputs.pop("likely_ids").astype(np.int32), outputs.pop("likely")
         if "reference" in needs:
             with self._reference_weights():
                 outputs["reference"] = self._of_batch(forest, ["proximal"], max_tokens)["proximal"]
-        if "teacher" in needs:
-            folder = hooks.declared(recipe, "teaching").sources[0]
-            if self._teacher is None or self._teacher.folder != folder:
-                self._teacher = None  # Frees the memory of another one.
-                self._teacher = Teacher(folder, self.policy)
-            outputs["teacher"] = self._teacher.logprobs(forest, max_tokens)
+        if "teacher" in needs and is_graded:
+            given = ("teacher", "top_ids", "teacher_top")
+            outputs |= {name: forest[name] for name in given if name in forest.targets}
+        elif "teacher" in needs and teaching is not None:
+            with self._teacher_of(teaching.sources[0]) as teacher:
+                outputs |= self._grades(batch, teaching, outputs.get("top_ids"), max_tokens, teacher)
+        return outputs
+
+    @contextmanager
+    def _teacher_of(self, source: str) -> Iterator[Teacher | None]:
+        """Context with a teacher in the learner: a model beside the policy, or None for weights of the policy."""
+        if source == "reference":
+            with self._reference_weights():
+                yield None
+            return
+        if source != "policy" and (self._teacher is None or self._teacher.folder != source):
+            self._teacher = None  # Frees the memory of another one.
+            self._teacher = self.ranks.agreed(lambda: Teacher(source, self.policy))
+        yield None if source == "policy" else self._teacher
+
+    def _grades(
+        self,
+        batch: TrainingBatch,
+        teaching: Teaching,
+        top_ids: NDArray[np.int32] | None,
+        max_tokens: int,
+        teacher: Teacher | None,
+    ) -> dict[str, NDArray[Any]]:
+        """Returns the grades of all targets, in the context that the teacher sees: NaN for those without one."""
+        forest, number = batch.forest, np.arange(batch.forest.num_targets)
+        if teaching.has_context:
+            forest = build_forest([]) if batch.taught is None else batch.taught
+            number = forest["target"] if forest.num_targets else number[:0]
+        if top_ids is None:
+            found = self._of_batch(forest, ["proximal"], max_tokens, teaching.top_k, teacher)
+        else:
+            found = self._of_batch(
+                forest.with_columns(top_ids=top_ids[number]), ["proximal", "top"], max_tokens, teacher=teacher
+            )
+        grades: dict[str, NDArray[Any]] = {}
+        for name, values in found.items():
+            grades[name] = np.full((batch.forest.num_targets, *values.shape[1:]), np.nan, self._float)
+            grades[name][number] = values
+        outputs = {"teacher": grades["proximal"]}
+        if teaching.top_k:
+            outputs["teacher_top"] = grades["top" if top_ids is not None else "likely"]
+        if "likely_ids" in grades:
+            outputs["top_ids"] = np.nan_to_num(grades["likely_ids"]).astype(np.int32)
         return outputs
 
     def _add_gradient(self, forest: Forest, recipe: Recipe, loss: LossSpec) -> dict[str, float]:
@@ -504,7 +366,7 @@ class PolicyLearner:
                 found = self._of_batch(weighted, ["proximal"], loss.micro_batch_tokens)
             weighted = _with_column(weighted, "reference", found["proximal"])
         sums = defaultdict[str, float](float, dict.fromkeys((NOT_FINITE, *reports), 0.0))
-        pieces = [piece for piece, _ in self._pieces(weighted, loss.micro_batch_tokens)]
+        pieces = [piece for piece, _ in self._pieces(weighted, loss.micro_batch_tokens, self._pass)]
         if hooks.loss_hook(recipe) == "batch_loss" and (len(pieces) > 1 or self.ranks.num_ranks > 1):
             names = self._numbers(recipe)
             found = {name: weighted[name] for name in names if loss.step == 0 and name in weighted.targets}
@@ -512,7 +374,7 @@ class PolicyLearner:
                 found = self._of_batch(weighted, names, loss.micro_batch_tokens)
             present = {name: to_device(values, self.policy.device) for name, values in found.items()}
             weighted = self._with_slopes(weighted, recipe, present, sums)
-            pieces = [piece for piece, _ in self._pieces(weighted, loss.micro_batch_tokens)]
+            pieces = [piece for piece, _ in self._pieces(weighted, loss.micro_batch_tokens, self._pass)]
         for piece in pieces:
             self._accumulate(piece, recipe, sums)
         self._pass.finish()
@@ -529,14 +391,30 @@ class PolicyLearner:
         hooks.check_loss(recipe, totals.pop(NOT_FINITE, 0.0), weighted)
         return {name: total / counts.get(name, forest.num_targets) for name, total in totals.items()}
 
-    def _of_batch(self, forest: Forest, names: Sequence[str], max_tokens: int) -> dict[str, NDArray[np.floating[Any]]]:
-        """Returns values [M] of the targets of a whole batch, micro-batch by micro-batch."""
+    def _of_batch(
+        self,
+        forest: Forest,
+        names: Sequence[str],
+        max_tokens: int,
+        top_k: int = 0,
+        teacher: Teacher | None = None,
+    ) -> dict[str, NDArray[np.floating[Any]]]:
+        """Returns values [M] of the targets of a whole batch, micro-batch by micro-batch: those of the policy, or of a
+        teacher. `top_k` adds the likely tokens [M, top_k], whose ids are exact as floating numbers.
+        """
+        policy, own_pass, heads = self.policy, self._pass, self._values
+        if teacher is not None:
+            policy, own_pass, heads = teacher.policy, teacher.own_pass, None
+        names = [*names, *(("likely", "likely_ids") if top_k else ())]
+        widths = {"likely": (top_k,), "likely_ids": (top_k,)}
+        widths |= {"top": forest["top_ids"].shape[1:]} if "top" in names else {}
         found: dict[str, NDArray[np.floating[Any]]] = {
-            name: np.zeros(forest.num_targets, self._float) for name in names
+            name: np.zeros((forest.num_targets, *widths.get(name, ())), self._float) for name in names
         }
-        for piece, targets in self._pieces(forest, max_tokens):
-            for name, values in measured(self.policy, self._pass, piece, names, self._values).items():
-                found[name][targets] = _array(values.float() if self._float is np.float32 else values)
+        for piece, targets in self._pieces(forest, max_tokens, own_pass):
+            for name, values in measured(policy, own_pass, piece, names, heads, top_k).items():
+                if len(targets):
+                    found[name][targets] = _array(values.float() if self._float is np.float32 else values)
         return {name: self.ranks.sum(values) for name, values in found.items()}
 
     def logprobs(self, forest: Forest) -> Tensor:
@@ -545,7 +423,7 @@ class PolicyLearner:
 
     @contextmanager
     def _reference_weights(self) -> Iterator[None]:
-        """Compute with the weights of version 0 inside the context. The reference chooses its experts itself."""
+        """Compute with the weights of the reference inside the context. It chooses its experts itself."""
         self._pass.repeats_routes = False
         try:
             with self._exchanged_weights():
@@ -555,17 +433,42 @@ class PolicyLearner:
 
     @contextmanager
     def _exchanged_weights(self) -> Iterator[None]:
-        if self.policy.has_adapters:
+        if self._moved_reference is not None:
+            reference = {name: self._as_weight(p, self._moved_reference[name]) for name, p in self._params.items()}
+        elif self.policy.has_adapters:
             with cast(Any, self.policy.model).disable_adapter():
                 yield
             return
-        if self._reference is None:
-            self._reference = self.policy.original_weights()
-        self._exchange_reference(self._reference)
+        else:
+            reference = self._weights_of_version_0()
+        self._exchange_reference(reference)
         try:
             yield
         finally:
-            self._exchange_reference(self._reference)
+            self._exchange_reference(reference)
+
+    def _weights_of_version_0(self) -> dict[str, Tensor]:
+        if self._reference is None:
+            self._reference = self.policy.original_weights()
+        return self._reference
+
+    @torch.no_grad()
+    def _move_reference(self, mix: float) -> None:
+        """Mix the masters into the reference, which is like them: in float32, and divided among the ranks."""
+        if self._moved_reference is None:
+            first: Mapping[str, Tensor] = self._masters
+            if not self.policy.has_adapters:
+                first = self._weights_of_version_0()
+            self._moved_reference = {
+                # An adapter of version 0 changes nothing, because one of its two matrices is 0.
+                name: torch.zeros_like(master, requires_grad=False)
+                if self.policy.has_adapters and ("lora_B" in name or "lora_embedding_A" in name)
+                else self._copy_like(first[name], master)
+                for name, master in self._masters.items()
+            }
+            self._reference = None
+        for name, master in self._masters.items():
+            self._moved_reference[name].lerp_(master.detach(), mix)
 
     def _accumulate(self, forest: Forest, recipe: Recipe, sums: defaultdict[str, float]) -> None:
         """Forward, loss and backward of one micro-batch. The pass may postpone a part of the backward."""
@@ -582,8 +485,8 @@ class PolicyLearner:
                 )
         cut = hidden.detach().requires_grad_()
         # The head's graph lives for one chunk only. The body's backward runs once, from the summed gradient.
-        for chunk, logp, entropy in chunks(self.policy, cut, rows, forest, entropy="entropy" in names):
-            new = {"proximal": logp, "entropy": entropy}
+        for chunk, new in chunks(self.policy, cut, rows, forest, names):
+            logp = new["proximal"]
             if self._values is not None:
                 new |= self._values.values(cut.index_select(0, rows[to_device(chunk, cut.device)]))
             if hook == "batch_loss":
@@ -606,13 +509,15 @@ class PolicyLearner:
     def _numbers(self, recipe: Recipe) -> list[str]:
         """Returns the names in `measured` of the numbers with gradient of a loss, the log-probabilities first."""
         heads = hooks.declared(recipe, "value_heads")
-        entropy = ["entropy"] if "new_entropy" in hooks.declared(recipe, "reads") else []
-        return ["proximal", *entropy, *(heads.names if heads is not None else ())]
+        reads = hooks.declared(recipe, "reads")
+        own = [name for name in ("entropy", "top") if f"new_{name}" in reads]
+        return ["proximal", *own, *(heads.names if heads is not None else ())]
 
     def _with_slopes(
         self, forest: Forest, recipe: Recipe, present: Mapping[str, Tensor], sums: defaultdict[str, float]
     ) -> Forest:
-        """Returns a whole mini-batch with the derivatives [M] of its `batch_loss` by the numbers with gradient.
+        """Returns a whole mini-batch with the derivatives [M] of its `batch_loss` by the numbers with gradient, or
+        [M, K] by the likely tokens.
 
         By the chain rule, the gradient of the loss is the sum of the numbers' gradients, each times its derivative. So
         micro-batches can be computed one after the other.
@@ -660,14 +565,14 @@ class PolicyLearner:
         )
         return cast(DTensor, part.cpu()) if self.policy.offloads_optimizer else part
 
-    def _pieces(self, forest: Forest, max_tokens: int) -> Sequence[tuple[Forest, NDArray[np.int64]]]:
+    def _pieces(self, forest: Forest, max_tokens: int, own_pass: Pass) -> Sequence[tuple[Forest, NDArray[np.int64]]]:
         """Returns the micro-batches that this process computes, with the indices of their targets."""
         if self.ranks.num_ranks == 1:
-            return self._pass.pieces(forest, max_tokens)
+            return own_pass.pieces(forest, max_tokens)
         part, targets = part_of(forest, self.ranks.rank, self.ranks.num_ranks)
-        found = self._pass.pieces(part, max_tokens) if part.num_targets else ()
+        found = own_pass.pieces(part, max_tokens) if part.num_targets else ()
         pieces: list[tuple[Forest, NDArray[np.int64]]] = [(piece, targets[of]) for piece, of in found]
-        if self._layers:
+        if self._layers and forest.num_nodes:
             missing = max(self.ranks.gather(len(pieces))) - len(pieces)
             filling = restrict(forest, np.zeros(1, np.int64), np.zeros(forest.num_targets, bool))
             pieces += [(filling, np.zeros(0, np.int64))] * missing
@@ -718,6 +623,10 @@ class PolicyLearner:
         """52 bits that depend on all bits of the masters, as `weights_changed` found them."""
         return self._fingerprints["weights/learner"] % 2**52
 
+    def _as_weight(self, p: nn.Parameter, tensor: Tensor) -> Tensor:
+        """Returns the weight of a tensor like its master. A part of a sharded layer is one itself."""
+        return tensor if isinstance(p, DTensor) else _whole(tensor.to(p.device, p.dtype))
+
     def _exchange_reference(self, reference: dict[str, Tensor]) -> None:
         """Exchange the weights with those of the reference."""
         parts: dict[str, DTensor] = {}
@@ -766,18 +675,30 @@ class PolicyLearner:
         moments = {name: dict(self._optimizer.state[master]) for name, master in self._masters.items()}
         if self.ranks.mesh is not None:  # Every rank writes the same names.
             moments = {name: moments[name] or new_moments(master) for name, master in self._masters.items()}
-        values = {} if self._values is None else {"values": self._values.state()}
+        more: dict[str, Any] = {} if self._values is None else {"values": self._values.state()}
+        if self._moved_reference is not None:
+            more["reference"] = self._moved_reference
         return {
             "masters": {name: master.detach() for name, master in self._masters.items()},
             "moments": moments,
-            **values,
+            **more,
         }
 
-    def new_state(self) -> dict[str, Any]:
-        """Returns new tensors like masters and moments, by name, for `torch.distributed.checkpoint` to fill."""
+    @property
+    def reference_moved(self) -> bool:
+        """True if the reference is no longer that of version 0."""
+        return self._moved_reference is not None
+
+    def new_state(self, *, reference: bool = False) -> dict[str, Any]:
+        """Returns new tensors like masters and moments, by name, for `torch.distributed.checkpoint` to fill; with
+        `reference` also those of a reference that has moved.
+        """
+        new = {name: torch.zeros_like(master) for name, master in self._masters.items()}
+        more = {"reference": {name: torch.zeros_like(tensor) for name, tensor in new.items()}} if reference else {}
         return {
-            "masters": {name: torch.zeros_like(master) for name, master in self._masters.items()},
+            "masters": new,
             "moments": {name: new_moments(master) for name, master in self._masters.items()},
+            **more,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -800,10 +721,14 @@ class PolicyLearner:
         self._optimizer.zero_grad(set_to_none=True)
         self._sums.clear()
         self._prepared = self._next_states = None
-        self._contributed = False
+        self._contributed, self._next_mix = False, 0.0
         self._copy_masters()
         self._optimizer.load_state_dict({**self._optimizer.state_dict(), "state": found})
         self._values = ValueModel.restored(state["values"], self.policy) if "values" in state else None
+        saved = state.get("reference")
+        self._moved_reference = None
+        if saved is not None:
+            self._moved_reference = {name: self._copy_like(saved[name], m) for name, m in self._masters.items()}
         self.weights_changed()
 
     def _like(self, values: Tensor, master: Tensor) -> Tensor:
@@ -813,6 +738,11 @@ class PolicyLearner:
         if values.shape != master.shape:
             raise ValueError(f"a weight has the shape {tuple(values.shape)} instead of {tuple(master.shape)}")
         return self._part(values.to(master.dtype), master.placements)
+
+    def _copy_like(self, values: Tensor, master: Tensor) -> Tensor:
+        """Returns a copy of a tensor in the parts, type and place of a master, without gradient."""
+        with torch.no_grad():
+            return torch.zeros_like(master, requires_grad=False).copy_(self._like(values, master))
 
     def weights_changed(self) -> dict[str, float]:
         """Returns 1 for the masters and for the sampler's weights if they changed since the last call, else 0.
@@ -831,6 +761,12 @@ class PolicyLearner:
 def _whole(tensor: Tensor) -> Tensor:
     """Returns the whole of a tensor that is divided among ranks."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _reference_mix(recipe: Recipe, batch_id: int) -> float:
+    """Returns the share of the weights in the reference after a batch; 0 if it stays."""
+    moves = hooks.declared(recipe, "reference_moves")
+    return moves.mix if moves is not None and (batch_id + 1) % moves.every == 0 else 0.0
 
 
 def new_moments(master: Tensor) -> dict[str, Tensor]:

@@ -22,7 +22,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, Self, cast
+from typing import Any, Protocol, Self, cast
 
 import numpy as np
 import torch
@@ -348,21 +348,19 @@ class ValueModel:
         return found
 
 
-class Chunk(NamedTuple):
-    """Some of the targets [T]."""
-
-    targets: NDArray[np.int64]
-    """Their indices."""
-    logp: Tensor
-    """Their log-probabilities, with gradient to the hidden states."""
-    entropy: Tensor
-    """Entropies of their distributions; empty if not asked for."""
+EXCLUDED = -100.0
+"""Log-probability in `top` of a token that the set of its target excludes. Its probability is 0 in float32."""
 
 
-def chunks(policy: Policy, hidden: Tensor, rows: Tensor, forest: Forest, *, entropy: bool = False) -> Iterator[Chunk]:
-    """Yields the targets in chunks, from hidden states [U, hidden] and each target's row [M] among them.
+def chunks(
+    policy: Policy, hidden: Tensor, rows: Tensor, forest: Forest, names: Sequence[str] = (), top_k: int = 0
+) -> Iterator[tuple[IntArray, dict[str, Tensor]]]:
+    """Yields some of the targets [T] and their numbers, from hidden states [U, hidden] and each target's row [M] among
+    them. The numbers have gradient to the hidden states.
 
-    Targets of the same position, temperature and set share one distribution.
+    `proximal` [T]: log-probabilities. By `names`, also `entropy` [T] of the distributions, and the log-probabilities
+    `top` [T, K] of the tokens `top_ids`. With `top_k`, also the likeliest tokens `likely_ids` [T, top_k], and their
+    log-probabilities `likely`. Targets of the same position, temperature and set share one distribution.
     """
     device = hidden.device
     for first, targets, owner in _distinct(forest, rows.cpu().numpy(), HEAD_ROWS):
@@ -376,19 +374,32 @@ def chunks(policy: Policy, hidden: Tensor, rows: Tensor, forest: Forest, *, entr
             assert not outside[of, wanted].any(), "a sampled token is not in its set"
             logits = logits.masked_fill(outside, -torch.inf)
         logps = logits.log_softmax(-1)
-        entropies = torch.special.entr(logps.exp()).sum(-1)[of] if entropy else logps.new_zeros(0)
-        yield Chunk(targets, logps[of, wanted], entropies)
+        own = {"proximal": logps[of, wanted]}
+        if "entropy" in names:
+            own["entropy"] = torch.special.entr(logps.exp()).sum(-1)[of]
+        if "top" in names:
+            ids = to_device(forest["top_ids"][targets], device).long()
+            own["top"] = logps[of[:, None], ids].clamp(min=EXCLUDED)
+        if top_k:
+            likely, likely_ids = logps.topk(top_k, -1)
+            own |= {"likely": likely.clamp(min=EXCLUDED)[of], "likely_ids": likely_ids[of]}
+        yield targets, own
 
 
 @torch.no_grad()
 def measured(
-    policy: Policy, own_pass: Pass, forest: Forest, names: Sequence[str], values: ValueModel | None = None
+    policy: Policy,
+    own_pass: Pass,
+    forest: Forest,
+    names: Sequence[str],
+    values: ValueModel | None = None,
+    top_k: int = 0,
 ) -> dict[str, Tensor]:
-    """Returns numbers [M] of the targets under the present weights: `proximal` are log-probabilities, `entropy`.
+    """Returns numbers of the targets under the present weights: those of `chunks`.
 
     Other names are those of value heads.
     """
-    return numbers(policy, *own_pass.hidden(forest), forest, names, values)
+    return numbers(policy, *own_pass.hidden(forest), forest, names, values, top_k)
 
 
 @torch.no_grad()
@@ -399,16 +410,14 @@ def numbers(
     forest: Forest,
     names: Sequence[str],
     values: ValueModel | None = None,
+    top_k: int = 0,
 ) -> dict[str, Tensor]:
     """Returns the same from hidden states and rows, as `Pass.hidden` gives them."""
-    found = list(chunks(policy, hidden, rows, forest, entropy="entropy" in names))
+    found = list(chunks(policy, hidden, rows, forest, names, top_k))
     if not found:
         return {name: torch.zeros(0, device=hidden.device) for name in names}
-    order = torch.from_numpy(np.argsort(np.concatenate([chunk.targets for chunk in found]))).to(hidden.device)
-    known = {
-        "proximal": torch.cat([chunk.logp for chunk in found])[order],
-        "entropy": torch.cat([chunk.entropy for chunk in found])[order] if "entropy" in names else hidden.new_zeros(0),
-    }
+    order = torch.from_numpy(np.argsort(np.concatenate([targets for targets, _ in found]))).to(hidden.device)
+    known = {name: torch.cat([own[name] for _, own in found])[order] for name in found[0][1]}
     if values is not None:
         known |= {name: value[rows] for name, value in values.values(hidden).items()}
     return {name: known[name] for name in names}
@@ -424,18 +433,10 @@ class Teacher:
         """Raises `ConfigError` if the model cannot be loaded."""
         self.folder = folder
         settings = {"name": folder, "device": policy.device.type, "dtype": policy.info.dtype}
-        self._policy = load_policy(ModelConfig.model_validate(settings))
-        self._policy.model.requires_grad_(False)
-        self._pass = pass_of(self._policy)
-        self._pass.repeats_routes = False  # They are those of the policy.
-
-    def logprobs(self, forest: Forest, max_tokens: int) -> NDArray[np.float32]:
-        """Returns the log-probabilities [M] of the targets, over the sets and at the temperatures of sampling."""
-        found = np.zeros(forest.num_targets, np.float32)
-        for piece, targets in self._pass.pieces(forest, max_tokens):
-            logp = measured(self._policy, self._pass, piece, ["proximal"])["proximal"]
-            found[targets] = logp.float().cpu().numpy()
-        return found
+        self.policy = load_policy(ModelConfig.model_validate(settings))
+        self.policy.model.requires_grad_(False)
+        self.own_pass = pass_of(self.policy)
+        self.own_pass.repeats_routes = False  # They are those of the learning policy.
 
 
 def _distinct(

@@ -57,8 +57,6 @@ class Capabilities:
 
     values: bool = False
     """Trains value heads on the policy."""
-    teachers: bool = False
-    """Computes log-probabilities of a frozen model beside the policy."""
     separate_samplers: bool = False
     """Samplers are separate processes with a copy of the weights. They sample while the learner learns, and while it
     recovers from a crash.
@@ -66,7 +64,7 @@ class Capabilities:
 
 
 CAPABILITIES = {
-    "embedded": Capabilities(values=True, teachers=True),
+    "embedded": Capabilities(values=True),
     "cluster": Capabilities(separate_samplers=True),
 }
 """By the name of the backend."""
@@ -76,11 +74,7 @@ def check_capabilities(
     capabilities: Callable[[ComputeConfig], Capabilities], config: ServeConfig, job: JobConfig
 ) -> None:
     """Raises `ConfigError` if the recipe of a job needs a feature that the backend of a policy does not have."""
-    teaching = hooks.teaching(job.recipe)
-    needed = {
-        "values": hooks.declared(job.recipe, "value_heads") is not None,
-        "teachers": teaching is not None and not teaching.is_endpoint,
-    }
+    needed = {"values": hooks.declared(job.recipe, "value_heads") is not None}
     for backend in map(config.compute_of, config.policy_names):
         found = capabilities(backend)
         if missing := [feature for feature, wanted in needed.items() if wanted and not getattr(found, feature)]:

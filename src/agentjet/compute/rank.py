@@ -38,7 +38,8 @@ import psutil
 import torch
 
 from agentjet.compute import checkpoint
-from agentjet.compute.learner import ROUTES_MEASURED, PolicyLearner, RankGroup, Rendezvous, chosen_sharding, join
+from agentjet.compute.group import RankGroup, Rendezvous, chosen_sharding, join
+from agentjet.compute.learner import ROUTES_MEASURED, PolicyLearner
 from agentjet.compute.model import BaseModel, load_policy, reported_download
 from agentjet.compute.passes import score
 from agentjet.compute.policy import Policy, probe_tokens, resolve_device

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 COMPUTED = ("new_", "reference")
 """Beginnings of the columns that a loss may read without `columns`, because the learner computes them."""
+GRADES = ("teacher", "teacher_top")
 UNNAMED = "the plug-in did not return"
 WAY_OUT = "mend the recipe and start the server again; nothing is lost"
 PACKAGE = __name__.partition(".")[0]
@@ -238,15 +239,6 @@ def teaching(recipe: Recipe) -> Teaching | None:
     return declared(recipe, "teaching") if "teacher" in declared(recipe, "needs") else None
 
 
-def teacher_context(recipe: Recipe, attempt: Attempt, others: Sequence[Attempt]) -> str | None:
-    """Returns the text that only the teacher sees, or None for an attempt that is not graded."""
-    hook = "teacher_context"
-    found: Any = called(recipe, hook, lambda: recipe.teacher_context(attempt, others))
-    if not (found is None or isinstance(found, str)):
-        raise _wrong(recipe, hook, f"returned {_kind(found)} instead of a text or None")
-    return found
-
-
 def rollout(recipe: Recipe, task: TaskStats, default: Rollout, version: int) -> Rollout:
     """Returns how the next group of a task is sampled. `InvalidRequest` of the hook refuses the request."""
     hook = "rollout"
@@ -257,6 +249,15 @@ def rollout(recipe: Recipe, task: TaskStats, default: Rollout, version: int) -> 
         return found.checked(default, recipe.smallest_group)
     except ValueError as error:
         raise _wrong(recipe, hook, f"returned for task {task.task_id!r} {error}") from None
+
+
+def teacher_context(recipe: Recipe, attempt: Attempt, others: Sequence[Attempt]) -> str | None:
+    """Returns the text that only the teacher sees, or None if the attempt is not graded."""
+    hook = "teacher_context"
+    found: Any = called(recipe, hook, lambda: recipe.teacher_context(attempt, others))
+    if found is not None and not isinstance(found, str):
+        raise _wrong(recipe, hook, f"returned {found!r} instead of a text, or None for an attempt that is not graded")
+    return found
 
 
 def columns(
@@ -271,15 +272,19 @@ def columns(
     forest, metrics = result
     if not isinstance(metrics, dict) or not all(isinstance(value, Real) for value in metrics.values()):
         raise _wrong(recipe, hook, f"returned the metrics {metrics!r} instead of a dict of numbers")
-    reads = declared(recipe, "reads")
+    reads, teaching = declared(recipe, "reads"), declared(recipe, "teaching")
+    top_k = teaching.top_k if teaching is not None else 0
+    if "new_top" in reads and not top_k:
+        raise _wrong(recipe, hook, "has no tokens for 'new_top' of `reads`: `teaching` must return Teaching(top_k=...)")
     for name in reads if forest.num_targets else ():  # The loss of a policy without a token is not computed.
         if name not in forest.targets and not name.startswith(COMPUTED):
             has = ", ".join(sorted(forest.targets))
             raise _wrong(recipe, hook, f"returned no column {name!r}, which `reads` names; the forest has {has}")
-    given = [batch.forest.targets[name] for name in reads if name in batch.forest.targets]
-    if all(_is_finite(values) for values in (*given, *outputs.values())):  # Otherwise the policy has diverged.
+    given = {name: batch.forest.targets[name] for name in reads if name in batch.forest.targets} | {**outputs}
+    # Otherwise the policy has diverged. A target that the teacher does not grade has NaN.
+    if all(_is_finite(values) for name, values in given.items() if name not in GRADES):
         for name in forest.targets.keys() & set(reads):
-            _check_column(recipe, hook, forest, forest[name], f"the column {name!r}")
+            _check_column(recipe, hook, forest, forest[name], f"the column {name!r}", top_k)
     return forest, {name: float(value) for name, value in metrics.items()}
 
 
@@ -372,6 +377,7 @@ def num_not_finite(loss: Tensor, logp: Tensor, columns: Mapping[str, Tensor]) ->
     wrong = ~loss.detach().isfinite()
     for values in (logp, *columns.values()):
         is_finite = values.detach().isfinite()
+        is_finite = is_finite.all(-1) if is_finite.dim() > 1 else is_finite  # Of the likely tokens of a target.
         wrong &= is_finite if wrong.shape else is_finite.all()
     return float(wrong.sum())
 
@@ -431,10 +437,12 @@ def check_group(recipe: Recipe, advantages: NDArray[np.float64], rewards: NDArra
         )
 
 
-def _check_column(recipe: Recipe, hook: str, forest: Forest, values: Any, what: str) -> None:
+def _check_column(recipe: Recipe, hook: str, forest: Forest, values: Any, what: str, top_k: int = 0) -> None:
+    """Raises `RecipeError` unless the values [M] are finite numbers; with `top_k`, they may be [M, top_k]."""
     import numpy as np
 
-    if not isinstance(values, np.ndarray) or values.shape != (forest.num_targets,):
+    shapes = [(forest.num_targets,), *([(forest.num_targets, top_k)] if top_k else [])]
+    if not isinstance(values, np.ndarray) or values.shape not in shapes:
         raise _wrong(
             recipe, hook, f"returned {what} as {_kind(values)} instead of an array of {forest.num_targets} tokens"
         )

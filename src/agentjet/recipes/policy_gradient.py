@@ -28,7 +28,7 @@ from agentjet.recipes.losses import (
     token_weights,
     vetoed,
 )
-from agentjet.recipes.recipe import FinishedGroup, Need, Recipe
+from agentjet.recipes.recipe import FinishedGroup, Need, Recipe, ReferenceMoves
 from agentjet.timeline.batch import Facts, TrainingBatch
 from agentjet.timeline.forest import Forest, select
 
@@ -70,6 +70,10 @@ class PolicyGradient(Recipe):
     """For `aggregation = "constant"`: divisor of the summed loss, besides the number of sequences."""
     kl_coef: float = Field(0.0, ge=0)
     """Weight of the KL penalty against the reference, the weights of version 0. 0: no penalty."""
+    reference_every: int = Field(0, ge=0)
+    """Batches after which the reference moves to the present weights. 0: it does not move."""
+    reference_mix: float = Field(1.0, gt=0, le=1)
+    """Share of the present weights in a reference that moves. 1: they replace it; less: a moving average."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Place of the KL penalty: the loss of each token, or the reward, from which its sum over the tokens of each
     episode and role is subtracted."""
@@ -182,6 +186,10 @@ class PolicyGradient(Recipe):
     def reads(self) -> tuple[str, ...]:
         reference = ("reference",) if self.kl_coef and self.kl_in == "loss" else ()
         return (*self.loss.reads, *reference, *(("new_entropy",) if self.entropy_coef else ()))
+
+    @property
+    def reference_moves(self) -> ReferenceMoves | None:
+        return ReferenceMoves(self.reference_every, self.reference_mix) if self.reference_every else None
 
     @property
     def reports(self) -> tuple[str, ...]:
@@ -357,6 +365,17 @@ class PolicyGradient(Recipe):
         reason = self.no_kl_in_reward if self.compares_rewards else "does not compare rewards of episodes"
         if self.kl_in == "reward" and reason:
             raise ValueError(f"kl_in = 'reward': the recipe {self.name!r} {reason}; set kl_in to 'loss'")
+        return self
+
+    @model_validator(mode="after")
+    def _reference_is_read(self) -> Self:
+        teaching = self.teaching if self.reference_every else None
+        is_read = "reference" in {*self.needs, *self.reads} or (teaching and teaching.sources == ("reference",))
+        if self.reference_every and not is_read:
+            raise ValueError(
+                f"reference_every = {self.reference_every}: the recipe {self.name!r} reads no reference; set kl_coef "
+                "above 0, or reference_every to 0"
+            )
         return self
 
     @model_validator(mode="before")

@@ -44,9 +44,10 @@ if TYPE_CHECKING:
     from agentjet.timeline.forest import Forest
 
 Need = Literal["proximal", "reference", "teacher", "entropy"]
-"""`proximal`: log-probabilities of the weights before the batch. `reference`: of the weights of version 0. `teacher`:
-of the teacher that `Recipe.teaching` names. `entropy`: entropies of the distributions that the weights before
-the batch give, each over the set of its token."""
+"""`proximal`: log-probabilities of the weights before the batch. `reference`: of the reference, the weights of version
+0 unless `Recipe.reference_moves`. `teacher`: of the teacher that `Recipe.teaching` names; NaN for targets that it does
+not grade. `entropy`: entropies of the distributions that the weights before the batch give, each over the set of its
+token."""
 
 
 class ValueHeads(NamedTuple):
@@ -59,22 +60,34 @@ class ValueHeads(NamedTuple):
     """Factor of the gradient that reaches the weights of the policy. 0: only the heads learn."""
 
 
+class ReferenceMoves(NamedTuple):
+    """When the reference moves: after each batch that ends a multiple of `every` batches of the policy."""
+
+    every: int
+    mix: float
+    """Share of the present weights in the new reference, above 0. 1: they replace it. Else the old one keeps the rest,
+    a moving average."""
+
+
 class Teaching(NamedTuple):
     """The teacher of a recipe, whose log-probabilities of the targets are the column `teacher` [M]; NaN where it has
-    none.
+    none. They are at the temperature and over the set of sampling.
     """
 
-    sources: tuple[str, ...]
+    sources: tuple[str, ...] = ()
     """Either the folder of a model, or `policy`: the weights before the batch, or `reference`: the weights of the
-    reference, or the URLs of endpoints that serve one model.
+    reference, or the URLs of endpoints that serve one model. Without the need `teacher`: none, for the likely tokens of
+    the policy alone.
     """
     model: str = ""
     """Name of the model at the endpoints."""
     top_k: int = 0
     """Likely tokens of each target: their ids are the column `top_ids` [M, top_k], the teacher's log-probabilities of
-    them `teacher_top`. A loss that reads `new_top` gets the present ones, with gradient."""
+    them `teacher_top`. A loss that reads `new_top` gets the present ones, with gradient. Tokens outside the set of the
+    target have -100."""
     top_of: Literal["teacher", "policy"] = "teacher"
-    """Whose distribution the likely tokens are of: the teacher's, or that of the weights before the batch."""
+    """Whose distribution the likely tokens are of: the teacher's, or that of the weights before the batch, whose
+    log-probabilities of them are then the column `old_top`."""
     has_context: bool = False
     """True if the teacher sees the text of `Recipe.teacher_context`."""
 
@@ -191,15 +204,21 @@ class Recipe(Component):
 
     @property
     def teaching(self) -> Teaching | None:
-        """The teacher of the need `teacher`."""
+        """The teacher of the need `teacher`, and the likely tokens."""
+        return None
+
+    @property
+    def reference_moves(self) -> ReferenceMoves | None:
+        """When the reference moves. None: it stays as it is."""
         return None
 
     @property
     def reads(self) -> tuple[str, ...]:
         """Columns that the loss reads. The learner computes these:
 
-        * `reference` [M], if it is missing: log-probabilities of the weights of version 0.
+        * `reference` [M], if it is missing: log-probabilities of the reference.
         * `new_entropy` [M]: entropies of the present distributions, with gradient.
+        * `new_top` [M, K]: present log-probabilities of the likely tokens of `teaching`, with gradient.
         * With value heads, also their present values [M] with gradient, as `new_` and the name of the head.
         """
         return ("logprob",)

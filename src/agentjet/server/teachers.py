@@ -178,6 +178,8 @@ PROBES = 256
 """Maximum number of control tokens, and of others, whose text is compared before a batch."""
 IMPOSSIBLE = -1000.0
 """Log-probabilities below it, which endpoints send instead of minus infinity, are not grades."""
+EXCLUDED = -100.0
+"""Least log-probability of a likely token, as the learner has it."""
 FORMS = ("prompt_logprobs", "echo")
 """Keys of a request that return log-probabilities of a prompt: of vLLM; of SGLang and others."""
 TOO_LONG = re.compile(r"(?i)context.{0,20}(length|window|size)|too long|max\w*.{0,20}(length|len|tokens)")
@@ -451,7 +453,7 @@ def _read(
                 if len(best) < top_k:
                     raise NoLogprobs(f"{len(best)} likely tokens with ids instead of {top_k}")
                 graded.top_ids[at] = [token for token, _ in best]
-                graded.top[at] = [max(IMPOSSIBLE, value) for _, value in best]
+                graded.top[at] = [max(EXCLUDED, value) for _, value in best]
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise NoLogprobs(f"its answer lacks them ({type(error).__name__}: {error})") from None
     return graded

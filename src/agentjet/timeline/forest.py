@@ -37,7 +37,7 @@ from agentjet.timeline.routes import Choices, fill
 IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
 Column = NDArray[Any]
-"""One value per target."""
+"""One value per target, or a row of K values."""
 
 INTEGER_COLUMNS = frozenset({"version", "sequence", "support", "call", "target", "top_ids"})
 """Columns of type int32. All others are float32."""
@@ -182,7 +182,7 @@ class Forest:
         return self.targets[name]
 
     def with_columns(self, **columns: NDArray[Any]) -> Self:
-        """The same forest with further or other columns [M]."""
+        """The same forest with further or other columns [M] or [M, K]."""
         typed = {name: np.asarray(values, column_type(name)) for name, values in columns.items()}
         return replace(self, targets={**self.targets, **typed})
 
@@ -288,8 +288,9 @@ def subtree_ends(depth: IntArray) -> IntArray:
 def _column(name: str, rows: Sequence[Row]) -> Column:
     kind = column_type(name)
     values = [row.columns.get(name, i if name == "sequence" else 1) for i, row in enumerate(rows)]
+    parts = zip(values, rows, strict=True)
     return np.concatenate(
-        [np.broadcast_to(np.asarray(value, kind), row.num_targets) for value, row in zip(values, rows, strict=True)]
+        [np.broadcast_to(np.asarray(value, kind), (row.num_targets, *np.shape(value)[1:])) for value, row in parts]
     )
 
 
