@@ -25,7 +25,7 @@ from agentjet.front.calls import CallRequest
 from agentjet.protocol import BeginRequest, FinishRequest, JobBody
 from agentjet.recipes.baselines import Grpo
 from agentjet.recipes.recipe import Attempt, Need, Teaching
-from agentjet.server import teachers
+from agentjet.server import endpoints
 from agentjet.timeline.batch import TrainingBatch
 from agentjet.timeline.forest import Forest, ancestors
 from agentjet.types import Conversation, Message
@@ -183,7 +183,7 @@ async def test_a_wrong_text_stops_the_run(tmp_path: Path) -> None:
     async with running(tmp_path / "d", job=job) as run:
         await run.fill_batch()
         await run.until(lambda: run.gateway.phase.state == "failed")
-        assert "`teacher_context` returned int instead of a text or None" in run.gateway.phase.reason
+        assert "`teacher_context` returned 3 instead of a text, or None" in run.gateway.phase.reason
 
 
 class Wrong(Graded):
@@ -322,7 +322,7 @@ async def endpoint(**parameters: Any) -> AsyncIterator[Fake]:
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(teachers, "PAUSES", (0.01,))
+    monkeypatch.setattr(endpoints, "PAUSES", (0.01,))
 
 
 def of(*fakes: Fake, **parameters: Any) -> dict[str, Any]:
@@ -470,7 +470,7 @@ async def test_a_teacher_that_does_not_answer_delays_the_batch(
         elif case == "500":
             fake.status, reason = 500, "HTTP 500"
         elif case == "slow":
-            monkeypatch.setattr(teachers, "ANSWER_SECONDS", 0.05)
+            monkeypatch.setattr(endpoints, "ANSWER_SECONDS", 0.05)
             fake.open.clear()
             reason = "no answer within 0.05 s"
         else:
@@ -481,7 +481,7 @@ async def test_a_teacher_that_does_not_answer_delays_the_batch(
         assert f"the engine, the teacher {fake.url} does not answer: {reason}" in status().waiting_for
         saved = await run.gateway.versions.save()
         assert saved.policy_version == 0 and run.compute.begun == [] and status().state == "learning"
-        monkeypatch.setattr(teachers, "ANSWER_SECONDS", 60.0)
+        monkeypatch.setattr(endpoints, "ANSWER_SECONDS", 60.0)
         fake.change, fake.status = good, 200
         fake.open.set()
         if case == "dead":
@@ -515,8 +515,8 @@ async def test_a_stop_while_the_teacher_is_dead_keeps_the_batch(tmp_path: Path) 
 
 
 async def test_a_slow_replica_is_replaced_by_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(teachers, "ANSWER_SECONDS", 0.2)
-    monkeypatch.setattr(teachers, "PAUSES", (60.0,))
+    monkeypatch.setattr(endpoints, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(endpoints, "PAUSES", (60.0,))
     async with endpoint() as slow, endpoint() as quick, running(tmp_path / "d", job=of(slow, quick)) as run:
         slow.open.clear()
         await run.batch()

@@ -444,6 +444,7 @@ class Gateway:
         return ServerFacts(
             state=self.phase.state,
             reason=self.phase.reason,
+            problem=self.telemetry.activity.problem,
             refusal=self.swarm.file.refusal,
             workers_started=self.hosted.num_starts,
             workers_hung=self.engine.num_hung,

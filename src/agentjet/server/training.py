@@ -145,6 +145,8 @@ class TrainingLoop:
         await self._commits.durable()
         await self._learn(batch)
         job, version = self._swarm.job, self._swarm.policy_version
+        if version == batch.id:  # It was stopped before.
+            return
         if (job.checkpoint_every and version % job.checkpoint_every == 0) or version == job.max_steps:
             await self._versions.try_checkpoint()
 
@@ -191,11 +193,11 @@ class TrainingLoop:
             revision = swarm.job_revision
             asking = asyncio.create_task(self.teachers.taught(batch, training))
             asking.add_done_callback(lambda _: phase.changed.notify())
-            has_news = partial(self._has_news, asking, revision)
+            is_over = partial(self._is_asked, asking, revision)
             try:
-                while not has_news():
-                    await phase.changed.until(lambda: phase.has_tasks or has_news())  # noqa: B023  awaited at once
-                    if phase.has_tasks and not has_news():
+                while not is_over():
+                    await phase.changed.until(lambda: is_over() or (phase.is_up and phase.has_tasks))  # noqa: B023  awaited at once
+                    if not is_over():
                         phase.gate.hold()
                         await phase.gate.drained()
                         await phase.run_tasks()
@@ -208,7 +210,7 @@ class TrainingLoop:
                 await asyncio.gather(asking, return_exceptions=True)
         return None
 
-    def _has_news(self, asking: asyncio.Future[Any], revision: int) -> bool:
+    def _is_asked(self, asking: asyncio.Future[Any], revision: int) -> bool:
         """True if a teacher has answered, need not answer, or has another address: the job has another revision."""
         return asking.done() or self.stopping or self._swarm.job_revision != revision
 
