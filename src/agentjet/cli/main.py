@@ -212,8 +212,12 @@ def summary(recipe: type[Recipe]) -> str:
     return cleandoc(recipe.__doc__ or recipe.__name__).partition("\n")[0]
 
 
-def parameters(component: type[Component], prefix: str = "") -> Iterator[tuple[str, str, str, str]]:
-    """Yields name, default, type and meaning of each parameter. Those of an inner part have its name in front."""
+def parameters(
+    component: type[Component], prefix: str = "", default: Component | None = None
+) -> Iterator[tuple[str, str, str, str]]:
+    """Yields name, default, type and meaning of each parameter. Those of an inner part have its name in front.
+    `default` is the part with its values in the recipe.
+    """
     from agentjet.config.loader import toml, type_of
     from agentjet.recipes.recipe import Component
 
@@ -221,9 +225,10 @@ def parameters(component: type[Component], prefix: str = "") -> Iterator[tuple[s
         meaning = " ".join((field.description or "").split())
         if isinstance(field.default, Component):
             yield f"{prefix}{name}.name", toml(field.default.name), "text", meaning
-            yield from parameters(type(field.default), f"{prefix}{name}.")
+            yield from parameters(type(field.default), f"{prefix}{name}.", field.default)
         else:
-            yield f"{prefix}{name}", toml(field.default), type_of(field), meaning
+            value = field.default if default is None else getattr(default, name)
+            yield f"{prefix}{name}", toml(value), type_of(field), meaning
 
 
 def recipes_reference() -> str:

@@ -12,6 +12,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from inspect import cleandoc
 from pathlib import Path
+from types import UnionType
 from typing import Annotated, Any, Literal, TypeGuard, get_args, get_origin
 
 from pydantic import ValidationError
@@ -101,6 +102,8 @@ def type_of(field: FieldInfo) -> str:
     if get_origin(field.annotation) is Literal:
         return ", ".join(f"`{choice}`" for choice in get_args(field.annotation))
     origin = get_origin(field.annotation)
+    if origin is UnionType:
+        return " or ".join(type_of(FieldInfo.from_annotation(kind)) for kind in get_args(field.annotation))
     if origin in (tuple, dict) and _inner_section(field.annotation):
         return "list of tables" if origin is tuple else "table of tables"
     if origin is tuple and (inner := _plain(get_args(field.annotation)[0])) in TYPES:

@@ -25,7 +25,7 @@ from agentjet.recipes import hooks
 from agentjet.recipes.baselines import Grpo
 from agentjet.recipes.losses import PolicyLoss
 from agentjet.recipes.policy_gradient import MISMATCH, OwnLoss
-from agentjet.recipes.recipe import FinishedGroup, Need, Recipe, ValueHeads
+from agentjet.recipes.recipe import Attempt, FinishedGroup, Need, Recipe, ReferenceMoves, Teaching, ValueHeads
 from agentjet.recipes.registry import make_recipe
 from agentjet.recipes.rollout import Rollout, TaskStats
 from agentjet.timeline.batch import Facts, TrainingBatch
@@ -35,12 +35,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Result = TypeVar("Result")
-DECLARED = ("needs", "value_heads", "teaching", "reads", "reports", "takes_batch")
+DECLARED = ("needs", "value_heads", "teaching", "reference_moves", "reads", "reports", "takes_batch")
+TYPES = {"value_heads": ValueHeads, "teaching": Teaching, "reference_moves": ReferenceMoves}
+"""Types of declarations that may also be None."""
 ROLES = ("planner", "critic")
 CALLS = ((0, 0, 3), (0, 1, 2), (1, 0, 2))
 """Role, turn and number of tokens of the calls of an episode. Only the first episode of a group has the last one."""
 STEP = 1e-4
 """Change of a log-probability, of which the change of the loss is measured."""
+MOST_SLOPES = 100
+"""Numbers with gradient for which that is compared."""
+NOT_GRADED = 1
+"""The batch that the teacher does not grade. In the others it leaves out the first token."""
 SLOW_SECONDS = 0.05
 """A loss that takes longer on a small batch is not called for each token."""
 
@@ -85,7 +91,7 @@ class _Case(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """The numbers of a loss: the leaves [M] with gradient, `logp` first, and the columns [M]."""
+    """The numbers of a loss: the leaves [M] or [M, K] with gradient, `logp` first, and the columns."""
 
     leaves: dict[str, Tensor]
     columns: dict[str, Tensor]
@@ -120,12 +126,8 @@ class _Checks:
     def run(self) -> Report:
         self.call("parameters", "", self._read_parameters)
         declared = self.call("needs, reads", "", lambda recipe: tuple(hooks.declared(recipe, x) for x in DECLARED))
-        needs, heads = (None, None) if declared is None else declared[:2]
-        if declared is not None and not (isinstance(needs, frozenset) and needs <= {*get_args(Need)}):
-            known = ", ".join(sorted(get_args(Need)))
-            self.note("needs, reads", f"`needs` returned {needs!r} instead of a frozenset of some of {known}")
-        elif heads is not None and not isinstance(heads, ValueHeads):
-            self.note("needs, reads", f"`value_heads` returned {heads!r} instead of None or ValueHeads(...)")
+        if declared is not None and (problem := _declaration_problem(dict(zip(DECLARED, declared, strict=True)))):
+            self.note("needs, reads", problem)
         elif declared is not None:
             self._before_a_batch()
             self._batches()
@@ -198,6 +200,11 @@ class _Checks:
             group = FinishedGroup("t0", "", rewards, [{}] * 4, [7, 5, 5, 5], is_uniform=len(set(rewards)) == 1)
             reasons = frozenset({"too_few"})
             self.call("accept", name, partial(hooks.accept, group=group, others=reasons), group)
+        for number, attempt in enumerate(ATTEMPTS if self.recipe.teaching and self.recipe.teaching.has_context else ()):
+            others = [*ATTEMPTS[:number], *ATTEMPTS[number + 1 :]]
+            for name, seen in ((f"attempt {number} of a group", others), (f"attempt {number} alone", [])):
+                context = partial(hooks.teacher_context, attempt=attempt, others=seen)
+                self.call("teacher_context", name, context, attempt, seen)
 
     def _batches(self) -> None:
         state: Mapping[str, float] = {}
@@ -240,7 +247,8 @@ class _Checks:
         losses, metrics, gradients = result
         self._check_gradients(case, hook, weighted, gradients)
         if case.name == "different rewards":
-            self.example = [*_table(self.recipe, case.batch, weighted, losses, gradients["logp"])]
+            gradient = gradients["logp"] + (gradients["new_top"].sum(-1) if "new_top" in gradients else 0)
+            self.example = [*_table(self.recipe, case.batch, weighted, losses, gradient)]
         logp, old = step.leaves["logp"].detach(), step.columns["logprob"]
         means = {name: float(values.float().sum()) / forest.num_targets for name, values in metrics.items()}
         return none | means | {MISMATCH: float(((old - logp).exp() - (old - logp) - 1).mean())}
@@ -251,7 +259,8 @@ class _Checks:
         if not is_finite:
             self.note(hook, f"{case.name}: `{hook}` has a gradient that is not finite, such as that of sqrt at 0")
             return
-        number = int((gradients["logp"] != 0).sum())
+        own = [gradients[name].reshape(forest.num_targets, -1) for name in ("logp", "new_top") if name in gradients]
+        number = sum(bool(any(values)) for values in zip(*(one.any(-1) for one in own), strict=True))
         self.num_learned += sum(bool(gradient.any()) for gradient in gradients.values())
         if case.name != "different rewards":
             return
@@ -273,6 +282,29 @@ class _Checks:
 
 
 # ---- batches ---------------------------------------------------------------------------------------------------------
+
+
+ATTEMPTS = tuple(
+    Attempt("t0", "", reward, text, {"score": reward}, answer)
+    for reward, text, answer in ((1.0, "a {text}", "right {answer}"), (0.0, "wrong: 1 != 2", "wrong"), (0.0, "", ""))
+)
+"""A group: a success, a failure with a reason, and one that says nothing."""
+
+
+def _declaration_problem(declared: Mapping[str, Any]) -> str:
+    """Returns a sentence about a declaration of another type; else ''."""
+    needs, teaching = declared["needs"], declared["teaching"]
+    if not (isinstance(needs, frozenset) and needs <= {*get_args(Need)}):
+        known = ", ".join(sorted(get_args(Need)))
+        return f"`needs` returned {needs!r} instead of a frozenset of some of {known}"
+    for name, kind in TYPES.items():
+        if declared[name] is not None and not isinstance(declared[name], kind):
+            return f"`{name}` returned {declared[name]!r} instead of None or {kind.__name__}(...)"
+    if "teacher" in needs and not (teaching and teaching.sources):
+        return (
+            f"`needs` names a teacher, and `teaching` returned {teaching!r} instead of Teaching((...,)) with a source"
+        )
+    return ""
 
 
 def _cases(smallest_group: int) -> Iterator[_Case]:
@@ -337,16 +369,34 @@ def _batch(
     return TrainingBatch(number, build_forest(rows), facts)
 
 
-def _with_outputs(recipe: Recipe, batch: TrainingBatch) -> tuple[TrainingBatch, dict[str, NDArray[np.float32]]]:
-    """Returns the batch with made-up numbers [M] of each of `needs` and value heads."""
+def _with_outputs(recipe: Recipe, batch: TrainingBatch) -> tuple[TrainingBatch, dict[str, NDArray[Any]]]:
+    """Returns the batch with made-up numbers [M] of each of `needs` and value heads, and likely tokens [M, K]."""
     rng, logprob = np.random.default_rng(batch.id), batch.forest["logprob"]
-    outputs: dict[str, NDArray[np.float32]] = {}
+    outputs: dict[str, NDArray[Any]] = {}
     for name in sorted(recipe.needs):
         made = rng.uniform(0.1, 2, len(logprob)) if name == "entropy" else _near(rng, logprob)
         outputs[name] = made.astype(np.float32)
+    if (teaching := recipe.teaching) is not None:
+        outputs |= _likely(rng, len(logprob), teaching, is_taught="teacher" in recipe.needs)
+    for grades in (outputs[name] for name in hooks.GRADES if name in outputs):
+        grades[: None if batch.id == NOT_GRADED else 1] = np.nan
     for head in recipe.value_heads.names if recipe.value_heads else ():
         outputs[head] = rng.normal(0, 0.3, len(logprob)).astype(np.float32)
-    return replace(batch, forest=batch.forest.with_columns(**outputs)), outputs
+    taught = None
+    if teaching is not None and teaching.has_context:
+        taught = batch.forest.with_columns(target=np.arange(len(logprob)))
+    return replace(batch, forest=batch.forest.with_columns(**outputs), taught=taught), outputs
+
+
+def _likely(rng: np.random.Generator, count: int, teaching: Teaching, *, is_taught: bool) -> dict[str, NDArray[Any]]:
+    """Returns made-up likely tokens [M, K] and log-probabilities of them, which have the probability 0.8 together."""
+    if not teaching.top_k:
+        return {}
+    names = [*(["teacher_top"] if is_taught else []), *(["old_top"] if teaching.top_of == "policy" else [])]
+    shape = count, teaching.top_k
+    shares = {name: 0.8 * rng.dirichlet(np.ones(shape[1]), count).reshape(shape) for name in names}
+    logs = {name: np.log(np.maximum(values, 1e-6)).astype(np.float32) for name, values in shares.items()}
+    return {"top_ids": np.tile(np.arange(shape[1], dtype=np.int32), (count, 1)), **logs}
 
 
 def _near(rng: np.random.Generator, logprob: NDArray[np.float32]) -> NDArray[Any]:
@@ -373,6 +423,10 @@ def _step(recipe: Recipe, forest: Forest, *, double: bool) -> _Step:
     made = {"reference": _near(rng, forest["logprob"]), "new_entropy": rng.uniform(0.1, 2, forest.num_targets)}
     for name in recipe.value_heads.names if recipe.value_heads else ():
         leaves[f"new_{name}"] = torch.from_numpy(rng.normal(0, 0.3, forest.num_targets)).to(dtype)
+    if (teaching := recipe.teaching) is not None and teaching.top_k:
+        made["new_top"] = _likely(rng, forest.num_targets, teaching._replace(top_of="policy"), is_taught=False)[
+            "old_top"
+        ]
     columns: dict[str, Tensor] = {}
     for name in {"weight", "logprob", *recipe.reads}:
         if name in made and name not in forest.targets:
@@ -404,7 +458,7 @@ def _differentiated(recipe: Recipe, step: _Step, forest: Forest) -> tuple[Tensor
     hooks.check_loss(recipe, hooks.num_not_finite(loss, step.leaves["logp"], columns), forest)
     hooks.called(recipe, hooks.loss_hook(recipe), total.backward)
     zero = torch.zeros_like(step.leaves["logp"])
-    gradients = {name: zero if leaf.grad is None else leaf.grad for name, leaf in step.leaves.items()}
+    gradients = {n: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for n, leaf in step.leaves.items()}
     return loss.detach().expand_as(zero), {name: values.detach() for name, values in metrics.items()}, gradients
 
 
@@ -462,11 +516,12 @@ def _slope_problem(recipe: Recipe, hook: str, step: _Step) -> str:
         for (name, leaf), gradient in zip(step.leaves.items(), gradients, strict=True):
             slopes = torch.zeros_like(leaf) if gradient is None else gradient
             tolerance = 1e-6 + 2e-3 * float(slopes.abs().max())
-            for token, slope in enumerate(slopes.tolist()):
+            places = np.unique(np.linspace(0, leaf.numel() - 1, MOST_SLOPES).astype(int)).tolist()
+            for token, slope in zip(places, slopes.flatten()[places].tolist(), strict=True):
                 sides = []
                 for change in (-STEP, STEP):
                     moved = leaf.detach().clone()
-                    moved[token] += change
+                    moved.view(-1)[token] += change
                     leaves = {**step.leaves, name: moved.requires_grad_()}
                     with Constants(all_cut, constants.seen):
                         value, *_ = _total(recipe, step._replace(leaves=leaves))

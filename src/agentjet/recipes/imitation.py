@@ -1,13 +1,12 @@
-"""Imitation: makes given answers, chosen episodes, or the tokens that a teacher prefers likelier.
+"""Imitation: makes given answers or chosen episodes likelier.
 
 | imitated | recipes |
 |---|---|
 | given answers | `sft` |
 | episodes with a large reward | `rft`; `digirl_curriculum`, larger than the task's earlier ones |
-| a teacher, which grades each token | `distill` |
 
-`awr` in `offline` weighs all episodes, and `digirl` in `critic` chooses calls. `_ER` are episodes and roles, `_G` the
-members of a group.
+`awr` in `offline` weighs all episodes, `digirl` in `critic` chooses calls, and a teacher of `distillation` grades
+tokens. `_ER` are episodes and roles, `_G` the members of a group.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from agentjet.recipes.losses import CrossEntropy, token_weights
-from agentjet.recipes.policy_gradient import FloatArray, Outputs, OwnLoss, PolicyGradient, facts_of
-from agentjet.recipes.recipe import Need, Recipe, Teaching
+from agentjet.recipes.policy_gradient import FloatArray, OwnLoss, PolicyGradient, facts_of
+from agentjet.recipes.recipe import Recipe
 from agentjet.recipes.rewards import surprises
 from agentjet.timeline.batch import TrainingBatch
 from agentjet.timeline.forest import Forest
@@ -122,41 +121,3 @@ class DigirlCurriculum(Imitation):
         # A surprise of exactly 0 is not imitated, so the bound is the smallest number above 0.
         lowest = max(np.quantile(found, self.quantile), np.nextafter(0, 1)) if len(found) else np.inf
         return np.asarray(np.nan_to_num(surprises_ER, nan=-np.inf) >= lowest, np.float64)
-
-
-class Distill(PolicyGradient):
-    """On-policy distillation: the policy samples, and a teacher grades each token. Rewards are not used.
-
-        A_t = log teacher(y_t) - log sampling policy(y_t),  L = clip: the reverse KL of each token, one sample of it
-
-    Source: arXiv 2306.13649 (GKD) with its reverse KL, in the one-sample form of MiniLLM, 2306.08543, with discount 0.
-    Confidence: inspired by. Teachers are folders, because an endpoint has other tokens, and does not return the
-    log-probability of a given token under the set and temperature of sampling.
-    Use: a small model that is to do what a larger or a trained one with the same tokenizer does.
-    Cost: one forward pass of the teacher, which the worker holds beside the policy.
-    """
-
-    name: str = "distill"
-    teacher: str = ""
-    """Folder of the teacher, such as one that `agentjet export` wrote. It must not change during the run."""
-
-    smallest_group: ClassVar[int] = 1
-    compares_rewards: ClassVar[bool] = False
-
-    @property
-    def needs(self) -> frozenset[Need]:
-        return super().needs | {"teacher"}
-
-    @property
-    def teaching(self) -> Teaching:
-        return Teaching((self.teacher,))
-
-    def token_advantages(self, batch: TrainingBatch) -> NDArray[np.float32]:
-        return np.asarray(batch.forest["teacher"] - batch.forest["logprob"])
-
-    def columns(self, batch: TrainingBatch, outputs: Outputs) -> tuple[Forest, dict[str, float]]:
-        forest, metrics = super().columns(batch, outputs)
-        if batch.forest.num_targets:
-            gap = batch.forest["logprob"] - batch.forest["teacher"]
-            metrics["policy/teacher_kl"] = float(gap.mean(dtype=np.float64))
-        return forest, metrics

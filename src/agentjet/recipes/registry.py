@@ -23,7 +23,8 @@ CHAPTERS = {
     "clipping": "adaptive_entropy adaptive_kl aepo cispo clip_cov dapo dppo entropy_bonus etr gmpo gspo gspo_token "
     "hapo kl_cov loop sapo top_entropy",
     "critic": "archer digirl ppo vapo",
-    "imitation": "digirl_curriculum distill rft sft",
+    "distillation": "distill distill_top_k kdrl opsd sdft sdpo",
+    "imitation": "digirl_curriculum rft sft",
     "offline": "awr direct_advantage dpo dro oapl",
     "rewards": "alp craft_gui duration_aware gdpo hc_grpo rapo single_stream",
     "sampling": "dart pass_rate rapo_pruning scaling_inter staged task_temperature",
