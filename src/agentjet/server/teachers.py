@@ -181,7 +181,7 @@ class Teachers:
     async def check(self, job: JobConfig, *, waits: bool) -> None:
         """Raises `ConfigError` if the teacher of a job cannot grade the policies. `waits` until an endpoint answers."""
         teaching = await self._teaching(job)
-        if teaching is None or (waits and teaching == self._checked):
+        if teaching is None or (self.policies.num_starts > 1 and teaching == self._checked):
             return
         if teaching.is_endpoint:
             check_settings(job, teaching)

@@ -462,7 +462,8 @@ class Engine:
         await self._policies.check_job(self._swarm.job)
         self._policies.num_starts += 1
         await self._add_policies()
-        await self.training.teachers.check(self._swarm.job, waits=True)
+        # A run that has learned goes on sampling without its teacher, whose grades a replay finds on the disk.
+        await self.training.teachers.check(self._swarm.job, waits=not self._swarm.policy_version)
         batches, operations = await self._load_newest()
         self._swarm.record_origin()
         renderers = self._policies.renderers
