@@ -207,7 +207,7 @@ class Teachers:
             return dict(training), {}
         found, metrics = dict[str, TrainingBatch](), dict[str, float]()
         for policy, own in training.items():
-            path = self.folder / f"{batch.id:06d}-{policy}.npz"
+            path = self._path(batch, policy)
             stored = await asyncio.to_thread(_stored, path, teaching, own.forest) if teaching.is_endpoint else None
             began, counts = time.monotonic(), {}
             if stored is None and teaching.has_context:
@@ -227,6 +227,18 @@ class Teachers:
             found[policy] = own
             metrics |= {f"{metrics_prefix(policy, self.policies.names)}{name}": n for name, n in counts.items()}
         return found, metrics
+
+    async def is_asked(self, batch: Batch) -> bool:
+        """True if endpoints grade a batch, which may take long."""
+        teaching = await self._teaching(batch.job)
+        return teaching is not None and teaching.is_endpoint
+
+    def has_grades(self, batch: Batch) -> bool:
+        """True if the grades of a batch are stored."""
+        return all(self._path(batch, name).exists() for name in self.policies.config.policy_names)
+
+    def _path(self, batch: Batch, policy: str) -> Path:
+        return self.folder / f"{batch.id:06d}-{policy}.npz"
 
     async def _teaching(self, job: JobConfig) -> Teaching | None:
         return await self.policies.threads.wait_for("hook", partial(hooks.teaching, job.recipe))

@@ -128,6 +128,9 @@ class TrainingLoop:
             for batch in batches:
                 if self.stopping:
                     return
+                is_new = batch.id == self._swarm.policy_version and not self._swarm.batches.is_offered(batch)
+                if is_new and await self.teachers.is_asked(batch) and not self.teachers.has_grades(batch):
+                    break  # `learn` waits for the grades, and calls go on.
                 await self._learn(batch)
                 work.done += 1
         if not self.stopping:
@@ -188,6 +191,8 @@ class TrainingLoop:
         self._learning = batch.id  # An error of the journal is one of the batch, and one of the teacher is not.
         training = await asyncio.to_thread(self._swarm.batches.training_batches, batch)
         self._learning = None
+        if not await self.teachers.is_asked(batch):
+            return await self.teachers.taught(batch, training)
         phase, swarm, was_open = self._phase, self._swarm, self._phase.gate.is_open
         while not self.stopping:
             revision = swarm.job_revision
