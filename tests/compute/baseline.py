@@ -130,13 +130,18 @@ def row_logprobs(policy: Policy, row: Row, weights: Weights | None = None) -> Te
     return _of_completion(logits, row)
 
 
-def row_entropies(policy: Policy, row: Row) -> Tensor:
-    """Entropies of the distributions of a call's completion, over the whole vocabulary."""
+def row_distributions(policy: Policy, row: Row, weights: Weights | None = None) -> Tensor:
+    """Log-probabilities of all tokens at each place of a call's completion, over the whole vocabulary."""
     ids = torch.from_numpy(row.tokens.astype(np.int64))
     with policy.attention("eager"):
-        logits = _logits(policy, ids[None], None)[0]
+        logits = _logits(policy, ids[None], weights)[0]
     first = len(row.tokens) - len(row["logprob"])
-    logps = (logits[first - 1 : -1] / float(np.float32(row["temperature"]))).log_softmax(-1)
+    return (logits[first - 1 : -1] / float(np.float32(row["temperature"]))).log_softmax(-1)
+
+
+def row_entropies(policy: Policy, row: Row) -> Tensor:
+    """Entropies of the distributions of a call's completion, over the whole vocabulary."""
+    logps = row_distributions(policy, row)
     return -(logps.exp() * logps).sum(-1)
 
 

@@ -41,7 +41,7 @@ PLAIN = {
     if issubclass(find(name), PolicyGradient)
     and isinstance(recipe := make_recipe(name), PolicyGradient)
     and "reference" not in recipe.reads
-    and "new_entropy" not in recipe.reads
+    and not {"new_entropy", "new_top", "teacher"} & {*recipe.reads}
     and not recipe.value_heads
 }
 """The loss of each recipe that adds nothing to it."""

@@ -26,8 +26,9 @@ from tests.recipes.batches import advantages, make_batch, recipe_of
 NAMES = registry.built_in()
 ESTIMATORS = [name for name in NAMES if issubclass(registry.find(name), PolicyGradient)]
 """Recipes with an advantage. The others have tests in files of their names."""
-CRITICS = {"archer", "digirl", "distill", "ppo", "vapo"}
-"""Recipes whose advantages need columns that the learner computes: `test_values` has their numbers."""
+CRITICS = {"archer", "digirl", "ppo", "vapo", *registry.CHAPTERS["distillation"].split()}
+"""Recipes whose advantages need columns that the learner computes: `test_values` and `test_distillation` have their
+numbers."""
 SCALED = {
     *("rft", "mars", "reinforce", "max_rl", "direct_advantage", "dense_turn_credit", "digirl_curriculum"),
     *CRITICS,
@@ -396,9 +397,8 @@ def test_the_loss_of_another_recipe_has_that_recipes_defaults() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_journal_stores_a_recipe_as_it_is(name: str) -> None:
-    if name != "distill":  # It needs a teacher.
-        recipe = make_recipe(name)
-        assert make_recipe(json.loads(recipe.model_dump_json())) == recipe
+    recipe = make_recipe(name)
+    assert make_recipe(json.loads(recipe.model_dump_json())) == recipe
 
 
 def test_dapos_buffer_is_shorter_than_its_episodes() -> None:
@@ -461,7 +461,8 @@ def test_a_loss_says_itself_that_it_is_linear() -> None:
 
     assert Narrow.is_linear and not Squared.is_linear and not PolicyLoss.is_linear
     linear = {name for name in ESTIMATORS if recipe_of(name).loss.is_linear}
-    assert {*ESTIMATORS} - linear == {"awr", "dro", "oapl", "direct_advantage", "clip_cov", "kl_cov"}
+    curved = {"awr", "dro", "oapl", "direct_advantage", "clip_cov", "kl_cov", "distill_top_k", "opsd", "sdft", "sdpo"}
+    assert {*ESTIMATORS} - linear == curved
 
 
 def test_unknown_names_and_parameters_are_refused_with_the_nearest() -> None:

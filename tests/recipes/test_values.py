@@ -1,4 +1,4 @@
-"""Recipes with values, state or a teacher, against numbers worked out by hand. `steps` are in the order of sampling."""
+"""Recipes with values or state, against numbers worked out by hand. `steps` are in the order of sampling."""
 
 from __future__ import annotations
 
@@ -145,14 +145,6 @@ def test_one_token_and_none(name: str) -> None:
     batch = with_values(make_batch([[1.0]], calls=[[1]]), value=[0.0])
     assert np.isfinite(recipe.columns(batch, {})[0]["advantage"]).all()
     assert recipe.columns(replace(batch, forest=build_forest([])), {})[0].num_targets == 0
-
-
-def test_distillation_raises_what_the_teacher_finds_likelier() -> None:
-    batch = with_values(make_batch([[0.0]], calls=[[2]]), teacher=[-0.5, -3.0])  # sampled with -1
-    forest, metrics = recipe_of("distill", teacher="folder").columns(batch, {})
-    assert forest["advantage"].tolist() == [0.5, -2.0]
-    assert metrics["policy/teacher_kl"] == 0.75
-    assert recipe_of("distill").needs == {"teacher"}
 
 
 def test_the_weight_of_the_adaptive_penalty() -> None:

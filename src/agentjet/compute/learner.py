@@ -38,7 +38,7 @@ from agentjet.compute.policy import Policy, merged_weights
 from agentjet.compute.protocol import LossSpec, Outputs, means
 from agentjet.compute.routes import OWN_ROUTES_KL, ROUTE_MISMATCH
 from agentjet.config import OptimizerConfig
-from agentjet.errors import ComputeError
+from agentjet.errors import ComputeError, ConfigError
 from agentjet.recipes import hooks
 from agentjet.recipes.losses import kl_k3
 from agentjet.recipes.policy_gradient import MISMATCH
@@ -289,6 +289,11 @@ class PolicyLearner:
         """Returns the numbers [M] of each of the recipe's `needs` and value heads, and its likely tokens [M, K]."""
         needs, heads = hooks.declared(recipe, "needs"), hooks.declared(recipe, "value_heads")
         teaching: Teaching | None = hooks.declared(recipe, "teaching")
+        if teaching is not None and teaching.top_k > self.policy.vocabulary:
+            raise ConfigError(
+                f"job.recipe.top_k = {teaching.top_k}: {self.policy.info.name!r} has {self.policy.vocabulary} tokens: "
+                "lower it"
+            )
         forest, is_graded = batch.forest, "teacher" in batch.forest.targets  # An endpoint has graded them.
         own: list[str] = sorted(needs - {"reference", "teacher"})
         own += heads.names if heads is not None else ()

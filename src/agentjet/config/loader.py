@@ -102,7 +102,7 @@ def type_of(field: FieldInfo) -> str:
     if get_origin(field.annotation) is Literal:
         return ", ".join(f"`{choice}`" for choice in get_args(field.annotation))
     origin = get_origin(field.annotation)
-    if origin is UnionType:
+    if origin is UnionType and str in get_args(field.annotation):
         return " or ".join(type_of(FieldInfo.from_annotation(kind)) for kind in get_args(field.annotation))
     if origin in (tuple, dict) and _inner_section(field.annotation):
         return "list of tables" if origin is tuple else "table of tables"

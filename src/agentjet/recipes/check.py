@@ -288,7 +288,7 @@ ATTEMPTS = tuple(
     Attempt("t0", "", reward, text, {"score": reward}, answer)
     for reward, text, answer in ((1.0, "a {text}", "right {answer}"), (0.0, "wrong: 1 != 2", "wrong"), (0.0, "", ""))
 )
-"""A group: a success, a failure with a reason, and one that says nothing."""
+"""A group: a success, a failure with a reason, and one without text and answer."""
 
 
 def _declaration_problem(declared: Mapping[str, Any]) -> str:

@@ -258,7 +258,7 @@ class DistillTopK(Distillation):
     top_k: Int64 = Field(64, ge=1)
     """Likely tokens of each target."""
     top_of: Literal["teacher", "policy"] = "teacher"
-    """Whose likeliest tokens: those of the teacher, or of the policy before the batch. Endpoints have their own."""
+    """The likeliest tokens: those of the teacher, or of the policy before the batch. Endpoints have their own."""
 
     @property
     def teaching(self) -> Teaching:
@@ -357,7 +357,7 @@ class Sdpo(DistillTopK):
     top_k: Int64 = Field(100, ge=1)
     """Likely tokens of each target."""
     top_of: Literal["teacher", "policy"] = "policy"
-    """Whose likeliest tokens: those of the teacher, or of the policy before the batch. Endpoints have their own."""
+    """The likeliest tokens: those of the teacher, or of the policy before the batch. Endpoints have their own."""
     success: float = 1.0
     """Smallest reward of a success."""
     solution_template: AnswerTemplate = "Correct solution:\n\n{answer}"

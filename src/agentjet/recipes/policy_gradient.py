@@ -189,7 +189,15 @@ class PolicyGradient(Recipe):
 
     @property
     def reference_moves(self) -> ReferenceMoves | None:
-        return ReferenceMoves(self.reference_every, self.reference_mix) if self.reference_every else None
+        moves = self.reference_every and self._reads_reference
+        return ReferenceMoves(self.reference_every, self.reference_mix) if moves else None
+
+    @property
+    def _reads_reference(self) -> bool:
+        teaching = self.teaching
+        return "reference" in {*self.needs, *self.reads} or (
+            teaching is not None and teaching.sources == ("reference",)
+        )
 
     @property
     def reports(self) -> tuple[str, ...]:
@@ -369,9 +377,8 @@ class PolicyGradient(Recipe):
 
     @model_validator(mode="after")
     def _reference_is_read(self) -> Self:
-        teaching = self.teaching if self.reference_every else None
-        is_read = "reference" in {*self.needs, *self.reads} or (teaching and teaching.sources == ("reference",))
-        if self.reference_every and not is_read:
+        is_set = self.reference_every != type(self).model_fields["reference_every"].default
+        if is_set and self.reference_every and not self._reads_reference:
             raise ValueError(
                 f"reference_every = {self.reference_every}: the recipe {self.name!r} reads no reference; set kl_coef "
                 "above 0, or reference_every to 0"

@@ -86,7 +86,7 @@ class Teaching(NamedTuple):
     them `teacher_top`. A loss that reads `new_top` gets the present ones, with gradient. Tokens outside the set of the
     target have -100."""
     top_of: Literal["teacher", "policy"] = "teacher"
-    """Whose distribution the likely tokens are of: the teacher's, or that of the weights before the batch, whose
+    """The distribution that the likely tokens are of: the teacher's, or that of the weights before the batch, whose
     log-probabilities of them are then the column `old_top`."""
     has_context: bool = False
     """True if the teacher sees the text of `Recipe.teacher_context`."""
