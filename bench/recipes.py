@@ -43,6 +43,12 @@ Row = dict[str, Any]  # Figures of a recipe
 TEACHER = "TEACHER"  # In parameters: the folder of a model that earns more reward
 PARAMETERS: dict[str, dict[str, Any]] = {
     "distill": {"teacher": TEACHER},
+    "distill_top_k": {"teacher": TEACHER},
+    "kdrl": {"teacher": TEACHER, "beta": 0.1},
+    # This world has no words that help its model, so the teacher is a better model, which sees what the policy sees.
+    "opsd": {"teacher": TEACHER, "template": ""},
+    "sdft": {"teacher": TEACHER, "template": ""},
+    "sdpo": {"teacher": TEACHER, "top_of": "teacher", "solution_template": "", "feedback_template": ""},
     "pass_rate": {"retest": 1},  # The world has few tasks, which are all passed or failed at some time.
     "rapo_pruning": {"retest": 1},
     "rft": {"threshold": 0.5},  # The world's rewards are shares: few episodes reach 1.

@@ -4,7 +4,7 @@
   `batch_loss` over the same as a `token_loss`, where the mini-batch is one micro-batch. `batch_loss_cost_pieces`: the
   same CPU in several micro-batches, where log-probabilities are computed twice.
 * `batch_loss_grad_err`: the largest relative distance of the learner's gradient, in one and in several micro-batches,
-  to autograd on one row per call, of 12 losses in float64. `entropy_grad_err`: that of an entropy bonus.
+  to autograd on one row per call, of 14 losses in float64. `entropy_grad_err`: that of an entropy bonus.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ from agentjet.compute.protocol import LossSpec
 from agentjet.config import JobConfig, ModelConfig
 from agentjet.recipes.baselines import Grpo
 from agentjet.recipes.losses import Clip, sequence_mean
-from agentjet.recipes.recipe import Recipe
+from agentjet.recipes.recipe import Recipe, Teaching
 from agentjet.timeline.batch import TrainingBatch
 from agentjet.timeline.forest import build_forest, call_row
 from bench.machine import forget_peak, grid, peak_memory
 from tests.compute.architectures import make_architecture
-from tests.compute.baseline import Double, episodes, relative, row_entropies, row_logprobs
+from tests.compute.baseline import Double, episodes, relative, row_distributions, row_entropies, row_logprobs
 from tests.compute.conftest import make_policy
 
 MOST = {"batch_loss_cost": 1.1, "batch_loss_memory": 1.1, "batch_loss_grad_err": 1e-9, "entropy_grad_err": 1e-6}
 ROUNDS = 4
 GROUPS, MEMBERS, PROMPT, ANSWER = 3, 4, 64, 64
 WHOLE, PIECES = 100_000, 300
+TOP_K = 4
 
 
 class WholeClip(Clip):
@@ -111,6 +112,12 @@ FORMULAS: dict[str, Formula] = {
     ),
     "product of batch means": lambda logp, columns: logp.mean() * (logp * columns["advantage"]).mean(),
     "squared entropy of the batch": lambda logp, columns: columns["new_entropy"].mean().square(),
+    "change of the likely tokens": lambda logp, columns: (
+        (columns["new_top"] - columns["old_top"] - 0.1).exp().sum(-1).square().mean()
+    ),
+    "likely tokens times entropy": lambda logp, columns: (
+        columns["new_top"].logsumexp(-1).sum() * columns["new_entropy"].mean() + means(logp, columns).sum().square()
+    ),
     "entropy times ratio": lambda logp, columns: (columns["new_entropy"] * logp).sum() + means(logp, columns).prod(),
 }
 
@@ -123,7 +130,11 @@ class Whole(Recipe):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        return ("logprob", "advantage", "sequence", "new_entropy")
+        return ("logprob", "advantage", "sequence", "new_entropy", "new_top", "old_top")
+
+    @property
+    def teaching(self) -> Teaching:
+        return Teaching(top_k=TOP_K, top_of="policy")
 
     def batch_loss(self, logp: Tensor, columns: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         return FORMULAS[self.formula](logp, columns), {}
@@ -140,8 +151,12 @@ def gradients() -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
         forest = forest.with_columns(place=np.arange(forest.num_targets))
         logp = torch.cat([row_logprobs(policy, row) for row in calls])
         entropy = torch.cat([row_entropies(policy, row) for row in calls])
+        logps = torch.cat([row_distributions(policy, row) for row in calls])
+        top = logps.gather(1, logps.detach().topk(TOP_K).indices)
         columns = {name: torch.from_numpy(forest[name]).double() for name in ("logprob", "advantage")}
         columns |= {"sequence": torch.from_numpy(forest["sequence"].astype(np.int64)), "new_entropy": entropy}
+        stored = top.detach().numpy().astype(np.float32).astype(np.float64)
+        columns |= {"new_top": top, "old_top": torch.from_numpy(stored)}
         weights = list(policy.trainable().values())
         learner, batch = PolicyLearner(policy), TrainingBatch(0, forest)
 

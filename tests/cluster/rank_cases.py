@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,13 +24,15 @@ from agentjet.compute.rank import publish
 from agentjet.compute.weights import WeightsServer
 from agentjet.config import JobConfig, OptimizerConfig
 from agentjet.errors import CheckpointError, ConfigError, RecipeError
+from agentjet.recipes.registry import make_recipe
 from agentjet.timeline.batch import TrainingBatch
-from agentjet.timeline.forest import Forest
+from agentjet.timeline.forest import Forest, build_forest, call_row
 from tests.compute.baseline import Double
 from tests.compute.conftest import make_policy
 from tests.compute.direct import learn_directly
 from tests.compute.test_locks import recorded_batch, settings, training_batch
 from tests.compute.test_operations import Failing
+from tests.compute.test_teachers import Likely
 
 Step = tuple[int, int]
 """Number of a batch of `test_locks`, and of an optimiser step of it."""
@@ -41,6 +44,15 @@ OFFLOADED = " offloaded"
 """Ending of a kind with an offloaded optimiser."""
 BEFORE, AFTER = (0, 9), (4, 15)
 """Batches that are learned before a checkpoint, and after it."""
+TAUGHT: tuple[dict[str, Any], ...] = (
+    {"name": "distill", "teacher": "FOLDER"},
+    {"name": "distill_top_k", "teacher": "FOLDER", "top_k": 5},
+    {"name": "kdrl", "teacher": "reference", "mini_batches": 2},
+    {"name": "opsd", "teacher": "policy", "top_k": 5, "loss": {"beta": 0.3}},
+    {"name": "sdpo", "top_k": 4},
+)
+"""Recipes with a teacher; the last two show it something."""
+TAUGHT_CASES: list[Case] = [("full", "gathered"), ("full", "sharded"), ("double", "sharded"), ("lora", "sharded")]
 FAILURES: list[Case] = [("full bfloat16", "gathered"), ("full", "sharded")]
 """Cases of an operation that fails. Gathered bfloat16 weights have sums of gradients, too."""
 
@@ -73,17 +85,57 @@ def gradients(
         batch, step, num_steps = training_batch(recorded_batch(number), number), 0, 1
         while step < num_steps:
             outputs = learner.forward_backward(batch, LossSpec.of(settings(number), step))
-            parts = [torch.zeros_like(m) if m.grad is None else m.grad for m in learner.masters()]
-            found[number, step] = np.concatenate([whole(part).numpy().ravel() for part in parts])
+            found[number, step] = flat_gradient(learner)
             metrics[number, step] = dict(outputs.metrics)
-            for master in learner.masters():
-                master.grad = None
             step, num_steps = step + 1, outputs.num_steps
     return found, metrics
 
 
 def whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def taught_batch(number: int) -> TrainingBatch:
+    """A batch in which a teacher sees other tokens before every second call."""
+    groups = recorded_batch(number)
+    batch, before, first, rows = training_batch(groups, number), np.array([7, 11, 13], np.int32), 0, []
+    for place, call in enumerate(call for members in groups for episode in members for call in episode.calls):
+        seen = np.concatenate([before, call.tokens]).astype(np.int32)
+        row = call_row(seen, call.logprobs, call.versions, None, call.temperature, place, call.sets)
+        rows.append(row.with_columns(target=np.arange(first, first := first + row.num_targets)))
+    return replace(batch, taught=build_forest(rows[::2]))
+
+
+def taught(learner: PolicyLearner, folder: Path) -> list[tuple[np.ndarray, dict[str, float]]]:
+    """The flat gradient and the metrics of every step of `TAUGHT`, and of a loss over likely tokens."""
+    made = [make_recipe({key: str(folder) if one == "FOLDER" else one for key, one in of.items()}) for of in TAUGHT]
+    found = []
+    for number, recipe in enumerate([*made, Likely(source="policy", top_of="policy", whole=True)]):
+        step, num_steps = 0, 1
+        while step < num_steps:
+            loss = LossSpec.of(JobConfig(recipe=recipe, micro_batch_tokens=60), step)
+            outputs = learner.forward_backward(taught_batch(number), loss)
+            found.append((flat_gradient(learner), dict(outputs.metrics)))
+            step, num_steps = step + 1, outputs.num_steps
+    return found
+
+
+def taught_ranks(group: RankGroup | None, models: dict[str, Path], cases: list[Case]) -> Any:
+    """The results of `taught` by case; without a group those of one learner."""
+    found = {}
+    for kind, sharding in cases:
+        with Double() if kind == "double" else nullcontext():
+            learner = PolicyLearner(policy_of(kind, models[kind]), group, sharding if group is not None else "gathered")
+            found[kind, sharding] = taught(learner, models[kind])
+    return found
+
+
+def flat_gradient(learner: PolicyLearner) -> np.ndarray:
+    parts = [torch.zeros_like(m) if m.grad is None else m.grad for m in learner.masters()]
+    found = np.concatenate([whole(part).numpy().ravel() for part in parts])
+    for master in learner.masters():
+        master.grad = None
+    return found
 
 
 def gradients_of_ranks(group: RankGroup, models: dict[str, Path], cases: dict[Case, tuple[int, ...]]) -> Any:
@@ -100,8 +152,7 @@ def repeat_routes(group: RankGroup | None, folder: Path, forest: Forest) -> list
     for sharding in ("gathered", "sharded") if group is not None else ("gathered",):
         learner = PolicyLearner(make_policy(folder), group, cast(Sharding, sharding))
         outputs = learner.forward_backward(TrainingBatch(0, forest), LossSpec.of(JobConfig()))
-        parts = [torch.zeros_like(m) if m.grad is None else m.grad for m in learner.masters()]
-        found.append((np.concatenate([whole(part).numpy().ravel() for part in parts]), dict(outputs.metrics)))
+        found.append((flat_gradient(learner), dict(outputs.metrics)))
     return found
 
 
@@ -112,19 +163,25 @@ def gradients_of_one(kind: str, models: dict[str, Path], batches: tuple[int, ...
 
 
 def state_of(learner: PolicyLearner) -> Arrays:
-    """Masters and moments, whole, by name."""
+    """Masters and moments, and a reference that has moved, whole, by name."""
     found: Arrays = {}
     state = learner.state()
     for name, master in state["masters"].items():
         for key, tensor in (("master", master), *sorted(state["moments"][name].items())):
             found[f"{key} {name}"] = whole(tensor).numpy().copy()
+    for name, tensor in state.get("reference", {}).items():
+        found[f"reference {name}"] = whole(tensor).numpy().copy()
     return found
 
 
 def learn(learner: PolicyLearner, batches: tuple[int, ...]) -> Arrays:
+    """Learn with a reference that moves after each batch that reads it."""
     for number in batches:
-        batch = training_batch(recorded_batch(number), number)
-        learn_directly(learner, batch.forest, settings(number), number, batch.facts)
+        batch, job = training_batch(recorded_batch(number), number), settings(number)
+        if getattr(job.recipe, "kl_coef", 0.0):
+            recipe = job.recipe.model_copy(update={"reference_every": 1, "reference_mix": 0.3})
+            job = job.model_copy(update={"recipe": recipe})
+        learn_directly(learner, batch.forest, job, number, batch.facts)
     return state_of(learner)
 
 
@@ -248,4 +305,5 @@ def all_work(
         refuse(group, models, folder),
         publish_adapter(group, models["lora"]),
         fail(group, models, FAILURES),
+        taught_ranks(group, models, TAUGHT_CASES),
     )

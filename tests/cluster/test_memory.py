@@ -96,6 +96,18 @@ def test_sharded_ranks_hold_parts() -> None:
     assert rank_need(size, Learning(trained=10**7), ranks=8, sharding="sharded").total < eight
 
 
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("sharding", ["gathered", "sharded"])
+def test_a_reference_that_moves_is_divided(sharding: Sharding, offload: bool) -> None:
+    size = size_from_config(LLAMA_8B)
+    plain, moving = (
+        rank_need(size, Learning(offload=offload, reference=reference), ranks=8, sharding=sharding)
+        for reference in (False, True)
+    )
+    more = moving.host - plain.host if offload else moving.total - plain.total
+    assert more == pytest.approx(4 * size.num_parameters / 8, abs=1)
+
+
 @pytest.mark.parametrize("trained", [0, 10**7])
 @pytest.mark.parametrize("sharding", ["gathered", "sharded"])
 def test_what_is_offloaded_is_in_the_memory_of_the_cpu(sharding: Sharding, trained: int) -> None:

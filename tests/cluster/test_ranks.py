@@ -9,7 +9,8 @@
    if each rank holds a part of it;
 5. what one rank cannot do fails on all of them, and none waits;
 6. an operation that fails on all ranks changes nothing;
-7. two ranks repeat the routes of experts as one does, in both modes.
+7. two ranks repeat the routes of experts as one does, in both modes;
+8. two ranks have the gradient of one with every kind of teacher in the learner, in its context, and by likely tokens.
 """
 
 from __future__ import annotations
@@ -112,6 +113,22 @@ def test_two_ranks_have_the_gradient_of_one(
     check_gradients(kind, found[kind, sharding], models, GRADIENTS[kind, sharding])
 
 
+@pytest.mark.parametrize(("kind", "sharding"), rank_cases.TAUGHT_CASES)
+def test_two_ranks_learn_from_a_teacher_as_one(
+    kind: str, sharding: Sharding, two_ranks: tuple[Path, list[Any]], models: dict[str, Path]
+) -> None:
+    ours, theirs = (found[5][kind, sharding] for found in two_ranks[1])
+    expected = rank_cases.taught_ranks(None, models, [(kind, sharding)])[kind, sharding]
+    assert len(ours) == len(expected) == len(rank_cases.TAUGHT) + 2
+    for (gradient, metrics), (one, of_one), (other, _) in zip(ours, expected, theirs, strict=True):
+        error = relative(torch.from_numpy(gradient), torch.from_numpy(one))
+        assert error <= (1e-6 if kind == "double" else 1e-5), "grades are stored in float32"
+        assert np.array_equal(gradient, other) and np.abs(one).max() > 0
+        for values in (metrics, of_one):
+            values.pop("forest/tokens_computed")
+        assert metrics == pytest.approx(of_one, rel=1e-4, abs=1e-6)
+
+
 def test_two_ranks_repeat_the_routes_of_one(tmp_path: Path) -> None:
     folder = make_mixture(tmp_path / "mixture", "qwen3_moe")
     forest = forest_with_routes(make_policy(folder))
@@ -167,7 +184,7 @@ def check_embedded(kind: str, folder: Path, found: Any, models: dict[str, Path])
     assert checkpoint.load(folder / "step_000002", learner)["policy_version"] == 2
     assert learner.fingerprint == found["fingerprint"], "a replay on the other backend would look like another one"
     restored = state_of(learner)
-    assert restored.keys() == found["saved"].keys()
+    assert restored.keys() == found["saved"].keys() and any(name.startswith("reference ") for name in restored)
     for name, expected in found["saved"].items():
         assert np.array_equal(restored[name], expected), name
     if "bfloat16" not in kind:  # Adam divides by gradients, of which some are rounding errors.
@@ -236,7 +253,7 @@ def test_ranks_publish_the_whole_adapter(two_ranks: tuple[Path, list[Any]], mode
 def test_an_operation_that_fails_changes_nothing(
     kind: str, sharding: Sharding, two_ranks: tuple[Path, list[Any]]
 ) -> None:
-    for *_, found in two_ranks[1]:
+    for *_, found, _ in two_ranks[1]:
         errors, states = zip(*found[kind, sharding].values(), strict=True)
         hooks = [re.findall("`(token_loss|next_state)`", error) for error in errors]
         assert hooks == [[], ["token_loss"], ["token_loss"], ["next_state"]]

@@ -96,8 +96,8 @@ def test_heads_learn_the_returns(tiny_folder: Path) -> None:
     assert found[-1]["critic/explained_variance"] > 0.5 and found[-1]["critic/loss"] < 0.25
 
 
-def host(folder: Path, offload: bool = False) -> PolicyHost:
-    config = model_config(folder, offload_optimizer=offload)
+def host(folder: Path, **changes: Any) -> PolicyHost:
+    config = model_config(folder, **changes)
     base = BaseModel(config)
     sampler = ModelSampler(base.policy, 4, 1024)
     return PolicyHost(PolicyLearner(base.policy_of(config)), sampler)
@@ -122,7 +122,7 @@ def test_state_and_heads_continue_bit_by_bit(tiny_folder: Path, tmp_path: Path, 
         learn(first, job, version)
     first.save(tmp_path / "saved")
     undisturbed = [learn(first, job, version) for version in (2, 3)]
-    again = host(tiny_folder, offload=True)
+    again = host(tiny_folder, offload_optimizer=True)
     again.load(tmp_path / "saved")
     assert [learn(again, job, version) for version in (2, 3)] == undisturbed
     for ours, theirs in zip(first.learner.masters(), again.learner.masters(), strict=True):

@@ -99,11 +99,15 @@ def another(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", ["adaptive_kl", "ppo", "archer", "digirl", "distill"])
-def test_state_values_and_teachers_survive_a_kill(tmp_path: Path, name: str) -> None:
-    """The checkpoint has the state or the heads; the second batch is learned again from there."""
+@pytest.mark.parametrize("name", ["adaptive_kl", "ppo", "archer", "digirl", "distill_top_k", "grpo"])
+def test_state_values_teachers_and_references_survive_a_kill(tmp_path: Path, name: str) -> None:
+    """The checkpoint has the state, the heads or the reference; the second batch is learned again from there."""
     model = make_model(tmp_path / "model")
-    own = {"adaptive_kl": {"horizon": 1.0, "target": 1e-5}, "distill": {"teacher": another(tmp_path / "teacher")}}
+    own = {
+        "adaptive_kl": {"horizon": 1.0, "target": 1e-5},
+        "distill_top_k": {"teacher": another(tmp_path / "teacher")},
+        "grpo": {"kl_coef": 0.5, "reference_every": 1, "reference_mix": 0.5},
+    }
     parameters = {f"job__recipe__{key}": value for key, value in own.get(name, {}).items()}
     settings = {"job__recipe": name, **parameters, "job__optimizer__lr": 1e-2}
     with Server(model, tmp_path / "data", **settings) as server:

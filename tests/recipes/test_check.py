@@ -27,9 +27,9 @@ from agentjet.errors import ConfigError
 from agentjet.recipes.check import check
 from agentjet.recipes.losses import PolicyLoss
 from agentjet.recipes.policy_gradient import PolicyGradient
-from agentjet.recipes.recipe import Recipe
+from agentjet.recipes.recipe import Recipe, Teaching
 from agentjet.recipes.registry import built_in
-from tests.recipes.test_every_hook import BASES, classes
+from tests.recipes.test_every_hook import BASES, PAGE, classes
 
 SEEN: list[int] = []
 
@@ -59,6 +59,14 @@ def test_recipes_with_further_terms_pass(parameters: dict[str, Any]) -> None:
 def test_the_classes_of_the_page_that_set_every_hook_pass(name: str) -> None:
     report = check(classes()[name])
     assert report.ok, str(report)
+
+
+def test_the_example_of_the_page_that_learns_from_itself_passes() -> None:
+    section = PAGE.read_text(encoding="utf-8").partition("### Teachers and references")[2].partition("\n### ")[0]
+    scope: dict[str, Any] = {"__name__": "plugin"}
+    exec(compile(section.partition("```python\n")[2].partition("```")[0], str(PAGE), "exec", dont_inherit=True), scope)
+    report = check(scope["LearnFromMistakes"])
+    assert report.ok and "teacher_context" in str(report), str(report)
 
 
 # ---- broken plug-ins -------------------------------------------------------------------------------------------------
@@ -143,6 +151,22 @@ class Square(torch.autograd.Function):
         return gradients[0] * ctx.saved_tensors[0]  # A factor of 2 is missing.
 
 
+SEEING = Teaching(("reference",), has_context=True)
+
+
+def taught(context: Any, teaching: Any = SEEING) -> type[Recipe]:
+    own = {"needs": property(lambda self: frozenset({"teacher"})), "teaching": property(lambda self: teaching)}
+    own |= {"teacher_context": lambda self, attempt, others: context(attempt)}
+    return type("Taught", (PolicyGradient,), {"__module__": "own", **own})
+
+
+class Unlikely(PolicyLoss):
+    reads = ("new_top",)
+
+    def token_loss(self, logp: Any, columns: Any) -> Any:
+        return columns["new_top"].sum(-1), {}
+
+
 def slow(rewards: Any) -> Any:
     time.sleep(0.3)
     return rewards
@@ -173,6 +197,13 @@ def slow(rewards: Any) -> Any:
         (Needy, "needs, reads", r"returned frozenset\({'entropies'}\) instead of a frozenset of some of entropy, prox"),
         (Listed, "needs, reads", r"`needs` returned \['entropy'\] instead of a frozenset"),
         (Headed, "needs, reads", r"`value_heads` returned \('value',\) instead of None or ValueHeads"),
+        (taught(lambda one: f"{random.random()}"), "teacher_context", "a group: .* other values for the same input"),
+        (taught(lambda one: SEEN.append(1) or str(len(SEEN))), "teacher_context", "other values for the same input"),
+        (taught(lambda one: [one.text]), "teacher_context", r"returned \['a {text}'\] instead of a text, or None for"),
+        (taught(lambda one: one.feedback), "teacher_context", r"`teacher_context` failed at .*test_check.py:\d+: Attr"),
+        (taught(str, "a folder"), "needs, reads", "`teaching` returned 'a folder' instead of None or Teaching"),
+        (taught(str, Teaching()), "needs, reads", "names a teacher, and `teaching` returned .* with a source"),
+        (Unlikely, "columns", r"no tokens for 'new_top' of `reads`: `teaching` must return Teaching\(top_k"),
         (Diverging, "next_state", "instead of a dict of finite numbers"),
         (Growing, "parameters", "change their own result: scale = 2.0 became 3.0"),
         (loss(lambda logp, columns: -logp[:2]), "token_loss", r"of shape \(2,\) instead of a tensor of"),

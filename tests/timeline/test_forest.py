@@ -28,6 +28,7 @@ from agentjet.timeline.forest import (
     ancestors,
     build_forest,
     call_row,
+    chunk_forest,
     decode_set,
     encode_set,
     observations,
@@ -176,6 +177,26 @@ def test_repeats_that_sampled_the_same_token_share_a_node() -> None:
     assert forest.end.tolist() == [4, 4, 3, 4]
     assert forest.node.tolist() == [3, 3, 2]
     assert forest.tree_token_ratio == 9 / 4
+
+
+def test_a_column_may_have_several_numbers_for_each_target() -> None:
+    """Likely tokens: 20 of the first target, 30 of the second, and so on, wherever a forest is cut."""
+    tokens = [np.array([1, 2, 3 + number, 4], np.int32) for number in range(3)]
+    ids = [np.array([[20, 21], [30, 31]]) + 100 * number for number in range(3)]
+    rows = [
+        Row(own, slice(2, 4), {"top_ids": likely, "teacher_top": -likely / 2, "call": number})
+        for number, (own, likely) in enumerate(zip(tokens, ids, strict=True))
+    ]
+    forest = build_forest(rows)
+    assert forest["top_ids"].dtype == np.int32 and forest["top_ids"].tolist() == np.concatenate(ids).tolist()
+    pieces = [
+        piece for piece, _ in (*split(forest, 3), *chunk_forest(forest, 3), *(part_of(forest, n, 2) for n in (0, 1)))
+    ]
+    for piece in (*pieces, select(forest, forest["call"] == 1)):
+        assert piece["top_ids"].shape == (piece.num_targets, 2)
+        place = piece.depth[piece.node][:, None] - 2
+        assert (piece["top_ids"] == 100 * piece["call"][:, None] + 20 + 10 * place + [0, 1]).all()
+        assert (piece["teacher_top"] == -piece["top_ids"] / 2).all()
 
 
 def test_no_rows_are_an_empty_forest() -> None:

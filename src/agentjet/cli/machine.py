@@ -262,6 +262,7 @@ def _num_gpus(compute: ComputeConfig) -> int:
 def _memory(settings: ServeConfig, policy: str, machine: Hardware) -> Iterator[Check]:
     """Yields the memory of one rank and one replica, or of the worker."""
     from agentjet.compute.memory import Learning, adapter_parameters, model_size
+    from agentjet.recipes import hooks
 
     model, compute = settings.model_of(policy), settings.compute_of(policy)
     on_gpu = bool(machine.gpus) and model.device != "cpu"
@@ -284,7 +285,12 @@ def _memory(settings: ServeConfig, policy: str, machine: Hardware) -> Iterator[C
     yield "ok", f"{policy}: {model.name}, {size.num_parameters / 1e6:.0f}M parameters{exactly}"
     trained = adapter_parameters(size, config, model.lora.rank) if model.lora.rank else 0
     narrow = model.dtype == "bfloat16" or (model.dtype == "auto" and (on_gpu or machine.bfloat16_is_faster))
-    learning = Learning(2 if narrow else 4, trained, offload=on_gpu and model.offload_optimizer)
+    learning = Learning(
+        2 if narrow else 4,
+        trained,
+        offload=on_gpu and model.offload_optimizer,
+        reference=hooks.declared(settings.job.recipe, "reference_moves") is not None,
+    )
     if model.offload_optimizer and not on_gpu:
         yield "note", f"{policy}: model.offload_optimizer changes nothing, because it learns on CPUs"
     fit = _Fit(policy, size, learning, settings.sampler, machine, on_gpu)

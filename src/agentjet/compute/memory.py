@@ -1,7 +1,7 @@
 """The memory of a rank and of a replica, from a model's `config.json`, before anything loads. No torch.
 
 `agentjet doctor` prints it. The rules are those of `learner.py`: weights, gradients in float32, and masters and
-moments in float32 (12 bytes for each trained parameter) that the ranks divide.
+moments in float32 (12 bytes for each trained parameter, 16 with a reference that moves) that the ranks divide.
 """
 
 from __future__ import annotations
@@ -60,6 +60,13 @@ class Learning:
     """Parameters that learn, such as an adapter's. 0: all of the model."""
     offload: bool = False
     """`model.offload_optimizer` on a GPU: what the ranks divide is in the CPU's memory, with 4 bytes of gradients."""
+    reference: bool = False
+    """True if the reference moves: it is kept in float32, and divided like masters."""
+
+    @property
+    def divided_bytes(self) -> int:
+        """Bytes for each trained parameter that the ranks divide: masters, moments, and a reference that moves."""
+        return 12 + 4 * self.reference
 
 
 ALL_WEIGHTS = Learning()
@@ -192,11 +199,11 @@ def rank_need(
     gathered = (rest + size.layer_parameters // max(1, size.num_layers)) * learning.value_bytes
     frozen = size.layer_parameters * learning.value_bytes // ranks if trained else 0
     if learning.offload:
-        return Need(gathered, 4 * (trained or rest), host=frozen + 16 * learned // ranks)
+        return Need(gathered, 4 * (trained or rest), host=frozen + (4 + learning.divided_bytes) * learned // ranks)
     return Need(
         weights=gathered + frozen,
         gradients=4 * trained or 4 * rest + 4 * size.layer_parameters // ranks,
-        optimizer=12 * learned // ranks,
+        optimizer=learning.divided_bytes * learned // ranks,
     )
 
 
@@ -216,8 +223,8 @@ def gathered_need(num_parameters: int, learning: Learning, *, ranks: int) -> Nee
     """Returns the bytes of a rank with all weights."""
     weights, learned = num_parameters * learning.value_bytes, learning.trained or num_parameters
     if learning.offload:
-        return Need(weights, 4 * learned, host=16 * learned // ranks)
-    return Need(weights, 4 * learned, 12 * learned // ranks)
+        return Need(weights, 4 * learned, host=(4 + learning.divided_bytes) * learned // ranks)
+    return Need(weights, 4 * learned, learning.divided_bytes * learned // ranks)
 
 
 def replica_need(size: ModelSize, *, cache_tokens: int, tensor_parallel: int = 1, value_bytes: int = 2) -> Need:
