@@ -2,8 +2,9 @@
 
 * `endpoint`: `distill` from an own process that serves a trained model as vLLM does. The process is killed twice on the
   way and started again.
-* `self`: `opsd`. The model was prepared to write the letter that it is shown, and any letter otherwise. Only the
-  teacher, which is the model itself, is shown the letter of a task. The reward is the share of that letter.
+* `self`: `opsd` without its limit of a token. The model was prepared to write the letter that it is shown, and any
+  letter otherwise. Only the teacher, which is the model itself, is shown the letter of a task. The reward is the share
+  of that letter; `shown` is that of the prepared model if it is shown the letter.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from tests.tiny import make_model
 LETTERS = "abcd"
 SHOWN = [Task(4 * chr(ord("K") + 3 * number), payload=letter) for number, letter in enumerate(LETTERS)]
 DEMONSTRATIONS, EPOCHS = 768, 6
-LR = float(__import__("os").environ.get("LR","3e-3"))
+LR = 3e-3
+"""Learning rate of `self`. Its tasks disturb each other at larger ones."""
 Play = Callable[[Task, AsyncEpisode], Awaitable[Reward]]
 
 
@@ -45,7 +47,6 @@ async def train(
         await swarm.start_run(name, job=job)
         async with swarm.of_run(name) as run:
             await run.train(play, tasks, steps=steps, concurrency=GROUPS * GROUP_SIZE, progress=False, code_version="1")
-            print({k: v[::12] for k, v in (await run.steps()).metrics.items() if 'teacher' in k or k == 'reward/mean' or 'grad_norm' in k} if name == 'self' else 0)
             return Path((await run.export()).path)
 
 
@@ -125,7 +126,7 @@ async def itself(folder: Path, steps: int) -> Row:
             async with server.client() as swarm:
                 await swarm.evaluate(shown, SHOWN, repeats=4, progress=False)
             with_letter, rewards = sum(rewards) / len(rewards), []
-            recipe = {"name": "opsd", "template": "{text}", "top_k": 16, **__import__("json").loads(__import__("os").environ.get("REC","{}"))}
+            recipe = {"name": "opsd", "template": "{text}", "top_k": 16, "loss": {"name": "distill_top_k", "beta": 0.0}}
             await train(server, "self", recipe, SHOWN, steps, play, LR)
         finally:
             server.stop()
@@ -136,5 +137,5 @@ async def itself(folder: Path, steps: int) -> Row:
 async def measured(folder: Path, steps: int) -> dict[str, Row]:
     return {
         "endpoint": await endpoint(folder / "endpoint", make_model(folder / "model"), steps),
-        "self": await itself(folder / "self", 2 * steps),
+        "self": await itself(folder / "self", 4 * steps),
     }
