@@ -162,6 +162,10 @@ def test_without_a_context_nothing_is_graded(case: Case) -> None:
     batch = TrainingBatch(0, build_forest(case.rows))
     found = PolicyLearner(case.policy)._outputs(batch, Likely(source="policy", context=True), 40)
     assert np.isnan(found["teacher"]).all() and found["teacher_top"].shape == (batch.forest.num_targets, K)
+    without = PolicyLearner(case.policy)._outputs(batch, Likely(source="http://gone/v1"), 40)
+    assert np.isnan(without["teacher"]).all() and without["top_ids"].shape == (batch.forest.num_targets, K)
+    nothing = PolicyLearner(case.policy)._outputs(TrainingBatch(0, build_forest([])), Likely(source="policy"), 40)
+    assert nothing["teacher"].shape == (0,) and nothing["teacher_top"].shape == (0, K)
 
 
 def test_grades_of_an_endpoint_are_taken_as_they_are(case: Case) -> None:

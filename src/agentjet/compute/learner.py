@@ -308,6 +308,8 @@ class PolicyLearner:
             given = ("teacher", "top_ids", "teacher_top")
             outputs |= {name: forest[name] for name in given if name in forest.targets}
         elif "teacher" in needs and teaching is not None:
+            if any("://" in source for source in teaching.sources):  # The endpoint has graded nothing.
+                batch, teaching = replace(batch, taught=None), teaching._replace(sources=("policy",), has_context=True)
             with self._teacher_of(teaching.sources[0]) as teacher:
                 outputs |= self._grades(batch, teaching, outputs.get("top_ids"), max_tokens, teacher)
         return outputs
@@ -771,7 +773,7 @@ def _whole(tensor: Tensor) -> Tensor:
 def _reference_mix(recipe: Recipe, batch_id: int) -> float:
     """Returns the share of the weights in the reference after a batch; 0 if it stays."""
     moves = hooks.declared(recipe, "reference_moves")
-    return moves.mix if moves is not None and (batch_id + 1) % moves.every == 0 else 0.0
+    return moves.mix if moves is not None and moves.every and (batch_id + 1) % moves.every == 0 else 0.0
 
 
 def new_moments(master: Tensor) -> dict[str, Tensor]:

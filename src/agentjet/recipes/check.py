@@ -25,7 +25,7 @@ from agentjet.recipes import hooks
 from agentjet.recipes.baselines import Grpo
 from agentjet.recipes.losses import PolicyLoss
 from agentjet.recipes.policy_gradient import MISMATCH, OwnLoss
-from agentjet.recipes.recipe import Attempt, FinishedGroup, Need, Recipe, ReferenceMoves, Teaching, ValueHeads
+from agentjet.recipes.recipe import Attempt, FinishedGroup, Need, Recipe, Teaching
 from agentjet.recipes.registry import make_recipe
 from agentjet.recipes.rollout import Rollout, TaskStats
 from agentjet.timeline.batch import Facts, TrainingBatch
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 DECLARED = ("needs", "value_heads", "teaching", "reference_moves", "reads", "reports", "takes_batch")
-TYPES = {"value_heads": ValueHeads, "teaching": Teaching, "reference_moves": ReferenceMoves}
-"""Types of declarations that may also be None."""
 ROLES = ("planner", "critic")
 CALLS = ((0, 0, 3), (0, 1, 2), (1, 0, 2))
 """Role, turn and number of tokens of the calls of an episode. Only the first episode of a group has the last one."""
@@ -292,14 +290,11 @@ ATTEMPTS = tuple(
 
 
 def _declaration_problem(declared: Mapping[str, Any]) -> str:
-    """Returns a sentence about a declaration of another type; else ''."""
+    """Returns a sentence about needs that are wrong; else ''."""
     needs, teaching = declared["needs"], declared["teaching"]
     if not (isinstance(needs, frozenset) and needs <= {*get_args(Need)}):
         known = ", ".join(sorted(get_args(Need)))
         return f"`needs` returned {needs!r} instead of a frozenset of some of {known}"
-    for name, kind in TYPES.items():
-        if declared[name] is not None and not isinstance(declared[name], kind):
-            return f"`{name}` returned {declared[name]!r} instead of None or {kind.__name__}(...)"
     if "teacher" in needs and not (teaching and teaching.sources):
         return (
             f"`needs` names a teacher, and `teaching` returned {teaching!r} instead of Teaching((...,)) with a source"

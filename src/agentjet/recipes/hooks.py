@@ -22,7 +22,7 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from agentjet.errors import AgentJetError, RecipeError, failure
-from agentjet.recipes.recipe import Attempt, FinishedGroup, Recipe, Teaching
+from agentjet.recipes.recipe import Attempt, FinishedGroup, Recipe, ReferenceMoves, Teaching, ValueHeads
 from agentjet.recipes.rollout import Rollout, TaskStats
 
 if TYPE_CHECKING:
@@ -213,9 +213,16 @@ def called(recipe: Recipe, hook: str, function: Callable[[], Result]) -> Result:
         raise RecipeError(f"{_name(recipe, hook)} failed at {failure(error)}; {WAY_OUT}") from error
 
 
+TYPES = {"value_heads": ValueHeads, "teaching": Teaching, "reference_moves": ReferenceMoves}
+"""Types of properties that may also be None."""
+
+
 def declared(recipe: Recipe, name: str) -> Any:
-    """Returns a property of a recipe, which a plug-in may compute."""
-    return called(recipe, name, lambda: getattr(recipe, name))
+    """Returns a property of a recipe, which a plug-in may compute. Raises `RecipeError` for another type."""
+    found = called(recipe, name, lambda: getattr(recipe, name))
+    if name in TYPES and found is not None and not isinstance(found, TYPES[name]):
+        raise _wrong(recipe, name, f"returned {found!r} instead of None or {TYPES[name].__name__}(...)")
+    return found
 
 
 def accept(recipe: Recipe, group: FinishedGroup, others: frozenset[str]) -> str:
