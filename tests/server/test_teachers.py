@@ -479,6 +479,8 @@ async def test_a_teacher_that_does_not_answer_delays_the_batch(
         status = run.gateway.status
         await run.until(lambda: "tried 3 times" in status().waiting_for)
         assert f"the engine, the teacher {fake.url} does not answer: {reason}" in status().waiting_for
+        [problem] = [rule for rule in (await run.gateway.reader.health()).rules if rule.name == "engine"]
+        assert problem.level == "warn" and f"the teacher {fake.url} does not answer" in problem.text
         saved = await run.gateway.versions.save()
         assert saved.policy_version == 0 and run.compute.begun == [] and status().state == "learning"
         monkeypatch.setattr(endpoints, "ANSWER_SECONDS", 60.0)
@@ -498,6 +500,18 @@ async def test_a_run_waits_for_its_teacher_at_the_start_and_can_be_stopped(tmp_p
         assert status().state == "loading" and "connection refused" in status().waiting_for
         await run.gateway.engine.stop()
         assert status().state == "offline"
+
+
+async def test_calls_go_on_beside_a_dead_teacher_if_tokens_may_be_old(tmp_path: Path) -> None:
+    async with endpoint() as fake, running(tmp_path / "d", job={**of(fake), "max_staleness": 1}) as run:
+        await fake.stop()
+        await run.fill_batch()
+        await run.until(lambda: "does not answer" in run.gateway.status().waiting_for)
+        await run.gateway.versions.save()
+        await run.episode(1.0, task="later")
+        assert run.compute.begun == []
+        await fake.start()
+        await learned(run)
 
 
 async def test_a_stop_while_the_teacher_is_dead_keeps_the_batch(tmp_path: Path) -> None:

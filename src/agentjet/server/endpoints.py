@@ -13,8 +13,8 @@ import math
 import os
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, TypeVar
@@ -80,17 +80,9 @@ class Graded(NamedTuple):
         return cls(unknown[:, 0], np.zeros((length, top_k), np.int32), unknown[:, 1:])
 
 
-class Answer(NamedTuple):
-    """An answer of an endpoint."""
-
-    grades: Graded
-    num_texts: int
-    """Tokens whose texts were compared."""
-
-
 @dataclass(eq=False)
-class Endpoint:
-    """One of the replicas of a teacher."""
+class TeacherReplica:
+    """One of the endpoints of a teacher."""
 
     url: str
     form: str = ""
@@ -151,25 +143,29 @@ def check_settings(job: JobConfig, teaching: Teaching) -> None:
 
 
 class Endpoints:
-    """The endpoints of a teacher. Use it as a context. `is_patient`: statuses that a setting causes may pass, too."""
+    """The endpoints of a teacher, from `open`."""
 
-    def __init__(self, teaching: Teaching, renderer: Renderer, work: Work, *, is_patient: bool) -> None:
-        self._endpoints = [Endpoint(url) for url in teaching.sources]
+    def __init__(
+        self, teaching: Teaching, renderer: Renderer, work: Work, http: httpx.AsyncClient, *, is_patient: bool
+    ) -> None:
+        self._endpoints = [TeacherReplica(url) for url in teaching.sources]
         self._model, self._top_k = teaching.model, teaching.top_k
         self._renderer = renderer
         self._work = work
+        self._http = http
         self._is_patient = is_patient
         self._room = asyncio.Semaphore(PARALLEL)
-        self._http: httpx.AsyncClient
 
-    async def __aenter__(self) -> Endpoints:
+    @classmethod
+    @asynccontextmanager
+    async def open(
+        cls, teaching: Teaching, renderer: Renderer, work: Work, *, is_patient: bool
+    ) -> AsyncIterator[Endpoints]:
+        """Context with endpoints. `is_patient`: also those that answer 401, 403 or 404 are asked again."""
         headers = {"Authorization": f"Bearer {key}"} if (key := teacher_key()) else {}
         client = partial(httpx.AsyncClient, headers=headers, timeout=ANSWER_SECONDS, trust_env=False)
-        self._http = await asyncio.to_thread(client)  # It reads the certificates of the system.
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._http.aclose()
+        async with await asyncio.to_thread(client) as http:  # It reads the certificates of the system.
+            yield cls(teaching, renderer, work, http, is_patient=is_patient)
 
     async def check(self, *, once: bool = False) -> None:
         """Checks the endpoints until one answers; with `once` each is asked once. Raises `ConfigError`."""
@@ -195,7 +191,7 @@ class Endpoints:
 
         return await all_of(map(graded, prompts))
 
-    async def _free(self) -> Endpoint:
+    async def _free(self) -> TeacherReplica:
         """Returns the endpoint with the fewest requests, once one may be asked."""
         while True:
             now = time.monotonic()
@@ -203,7 +199,7 @@ class Endpoints:
                 return min(free, key=lambda one: one.waiting)
             await asyncio.sleep(min(one.free for one in self._endpoints) - now)
 
-    async def _try(self, endpoint: Endpoint, request: Callable[[Endpoint], Awaitable[Result]]) -> Result:
+    async def _try(self, endpoint: TeacherReplica, request: Callable[[TeacherReplica], Awaitable[Result]]) -> Result:
         since = time.monotonic()
         endpoint.waiting += 1
         try:
@@ -217,7 +213,7 @@ class Endpoints:
             endpoint.waiting -= 1
             self._work.problem = "; ".join(one.sentence() for one in self._endpoints if one.failures)
 
-    async def _graded(self, prompt: list[int], endpoint: Endpoint) -> Graded:
+    async def _graded(self, prompt: list[int], endpoint: TeacherReplica) -> Graded:
         async with endpoint.lock:
             if endpoint.free > time.monotonic():
                 raise EndpointDown(endpoint.error)
@@ -229,13 +225,13 @@ class Endpoints:
         except NoLogprobs as error:
             raise EndpointDown(str(error)) from None
         whole = Graded.none(len(prompt), self._top_k)
-        for values, part in zip(whole, found.grades if found is not None else (), strict=False):
+        for values, part in zip(whole, found[0] if found is not None else (), strict=False):
             values[: len(kept)] = part
         return whole
 
     # ---- checks ------------------------------------------------------------------------------------------------------
 
-    async def _check(self, endpoint: Endpoint) -> None:
+    async def _check(self, endpoint: TeacherReplica) -> None:
         """Finds the form of the requests that an endpoint answers. Raises `ConfigError` for a wrong endpoint."""
         listed = await self._send(endpoint, "GET", "/models")
         if listed.status_code != 404:
@@ -251,7 +247,7 @@ class Endpoints:
             try:
                 for top_k in sorted({self._top_k, 0} if form == "echo" else {self._top_k}):  # Ids replace texts.
                     found = await self._ask(endpoint, form, [ids[0], *ids], top_k)
-                    if not (found is None or found.num_texts or (form, top_k) == ("echo", self._top_k or -1)):
+                    if found is not None and not (found[1] or (form, top_k) == ("echo", self._top_k or -1)):
                         raise NoLogprobs("it shows no texts of tokens, so its tokenizer cannot be compared")
                 endpoint.form = form
                 return
@@ -264,10 +260,10 @@ class Endpoints:
             f"vLLM{f' with --max-logprobs {self._top_k}' if self._top_k > 20 else ''}, or another recipe",
         )
 
-    def _refuse(self, endpoint: Endpoint, what: str) -> NoReturn:
+    def _refuse(self, endpoint: TeacherReplica, what: str) -> NoReturn:
         raise ConfigError(f"job.recipe.teacher = {endpoint.name!r}: {what}")
 
-    def _good(self, endpoint: Endpoint, response: httpx.Response) -> httpx.Response:
+    def _good(self, endpoint: TeacherReplica, response: httpx.Response) -> httpx.Response:
         """Returns an answer with a good status. Raises `EndpointDown`, or `ConfigError` for a wrong setting."""
         if response.is_success:
             return response
@@ -280,7 +276,7 @@ class Endpoints:
 
     # ---- requests ----------------------------------------------------------------------------------------------------
 
-    async def _send(self, endpoint: Endpoint, method: str, path: str, body: Any = None) -> httpx.Response:
+    async def _send(self, endpoint: TeacherReplica, method: str, path: str, body: Any = None) -> httpx.Response:
         try:
             return await self._http.request(method, endpoint.base + path, json=body)
         except httpx.TimeoutException:
@@ -288,8 +284,10 @@ class Endpoints:
         except httpx.HTTPError as error:
             raise EndpointDown(_cause(error)) from None
 
-    async def _ask(self, endpoint: Endpoint, form: str, prompt: list[int], top_k: int) -> Answer | None:
-        """Returns the grades of a prompt, or None if it is too long for the endpoint."""
+    async def _ask(
+        self, endpoint: TeacherReplica, form: str, prompt: list[int], top_k: int
+    ) -> tuple[Graded, int] | None:
+        """Returns the grades of a prompt and the number of its texts that were compared; None if it is too long."""
         num = max(1, top_k)
         keys: dict[str, Any] = {"prompt_logprobs": num}
         if form == "echo":
@@ -330,8 +328,11 @@ def _cause(error: BaseException) -> str:
 
 def _read(
     renderer: Renderer, model: str, top_k: int, form: str, prompt: Sequence[int], response: httpx.Response
-) -> Answer:
-    """Returns the grades in an answer. Raises `NoLogprobs`, `EndpointDown`, `WrongTeacher`."""
+) -> tuple[Graded, int]:
+    """Returns the grades in an answer, and the number of texts that were compared.
+
+    Raises `NoLogprobs`, `EndpointDown`, and `WrongTeacher`.
+    """
     answer = _json(response)
     if answer.get("model", model) != model:
         raise WrongTeacher(f"it answers as the model {answer['model']!r} instead of {model!r}: correct teacher_model")
@@ -353,7 +354,7 @@ def _read(
                 graded.top[at] = [max(EXCLUDED, value) for _, value in best]
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise NoLogprobs(f"its answer lacks them ({type(error).__name__}: {error})") from None
-    return Answer(graded, num_texts)
+    return graded, num_texts
 
 
 Entry = tuple[Any, Any, Mapping[int, float]]

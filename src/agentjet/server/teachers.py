@@ -1,7 +1,8 @@
-"""What the server does for teachers: contexts that only a teacher sees, and endpoints that grade tokens.
+"""Teachers of a run: contexts that only a teacher sees, and the grades of endpoints.
 
-A recipe with a context says, for each episode and role of a batch, a text that only the teacher sees. The conversation
-is then rendered again, with the text below the first message of the user. Earlier answers keep their sampled tokens.
+A recipe with a context returns, for each episode and role of a batch, a text that only the teacher sees. The
+conversation is then rendered again, with the text below the first message of the user. Earlier answers keep their
+sampled tokens.
 
 An endpoint is asked once for each path of the forest. Invariants:
 
@@ -190,14 +191,14 @@ class Teachers:
                 check_template(renderer)
             if teaching.is_endpoint:
                 with self.activity.work("teacher check", f"checking the teacher {teaching.model}") as work:
-                    async with Endpoints(teaching, renderer, work, is_patient=False) as endpoints:
+                    async with Endpoints.open(teaching, renderer, work, is_patient=False) as endpoints:
                         await endpoints.check(once=not waits)
         self._checked = teaching
 
     async def taught(
         self, batch: Batch, training: Mapping[str, TrainingBatch]
     ) -> tuple[dict[str, TrainingBatch], dict[str, float]]:
-        """Returns the forests of a batch by policy with what its teacher needs or says, and metrics.
+        """Returns the forests of a batch by policy, with contexts for its teacher or grades of endpoints, and metrics.
 
         Waits without end for an endpoint that does not answer. Raises `RecipeError`, `ConfigError` for a wrong
         endpoint, and `Later` if the grades cannot be stored.
@@ -263,7 +264,7 @@ class Teachers:
         target = np.arange(forest.num_targets) if own.taught is None else forest["target"]
         leaf, prompts = await asyncio.to_thread(_paths, forest)
         with self.activity.work("teacher", f"asking the teacher {teaching.model}") as work:
-            async with Endpoints(teaching, self.policies.renderers[policy], work, is_patient=True) as endpoints:
+            async with Endpoints.open(teaching, self.policies.renderers[policy], work, is_patient=True) as endpoints:
                 answers = dict(zip(prompts, await endpoints.grade([*prompts.values()]), strict=True))
         return await asyncio.to_thread(_columns, own.forest.num_targets, teaching.top_k, forest, target, leaf, answers)
 
