@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from agentjet.compute import learner as learner_module
 from agentjet.compute import passes
 from agentjet.compute.learner import PolicyLearner
-from agentjet.compute.passes import HEAD_POSITIONS, Chunk, score
+from agentjet.compute.passes import HEAD_POSITIONS, score
 from agentjet.compute.policy import Policy
 from agentjet.config import JobConfig, OptimizerConfig
 from agentjet.recipes.registry import make_recipe
@@ -31,8 +31,8 @@ from tests.compute.direct import learn_directly
 
 
 def head_of_every_target(
-    policy: Policy, hidden: Tensor, rows: Tensor, forest: Forest, *, entropy: bool = False
-) -> Iterator[Chunk]:
+    policy: Policy, hidden: Tensor, rows: Tensor, forest: Forest, names: Sequence[str] = (), top_k: int = 0
+) -> Iterator[tuple[np.ndarray, dict[str, Tensor]]]:
     """The vocabulary multiplied out for one target after the other."""
     for target, (node, number) in enumerate(zip(forest.node.tolist(), forest["support"].tolist(), strict=True)):
         logits = policy.head(hidden[rows[target]]) / float(forest["temperature"][target])
@@ -40,7 +40,7 @@ def head_of_every_target(
             outside = torch.from_numpy(~decode_set(forest.sets[number], len(logits)))
             logits = logits.masked_fill(outside, -torch.inf)
         logp = logits.log_softmax(-1)
-        yield Chunk(np.array([target]), logp[int(forest.tokens[node])][None], logp.new_zeros(0))
+        yield np.array([target]), {"proximal": logp[int(forest.tokens[node])][None]}
 
 
 def batch(policy: Policy, seed: int) -> Forest:

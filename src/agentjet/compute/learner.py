@@ -3,7 +3,10 @@
 * bfloat16 weights have masters and moments in float32.
 * Masters, moments and gradients are on the weights' device, or on the CPU if the policy offloads its optimiser.
 * `passes` gives log-probabilities, of the learning policy, the old policy and the reference alike.
-* The state of the recipe changes with an optimiser step, and is saved with the weights.
+* The state of the recipe changes with an optimiser step, and is saved with the weights. So does a reference that moves:
+  it is like the masters.
+* Teachers grade the batch before the first step: the model of a folder, the policy, or the reference. Each rank
+  computes its part.
 * Deterministic: equal weights, optimiser state and batch give equal weights, bit by bit, on one number of threads or
   ranks.
 

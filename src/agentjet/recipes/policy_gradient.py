@@ -29,6 +29,7 @@ from agentjet.recipes.losses import (
     vetoed,
 )
 from agentjet.recipes.recipe import FinishedGroup, Need, Recipe, ReferenceMoves
+from agentjet.section import Int64
 from agentjet.timeline.batch import Facts, TrainingBatch
 from agentjet.timeline.forest import Forest, select
 
@@ -69,8 +70,8 @@ class PolicyGradient(Recipe):
     constant: float = Field(0.0, ge=0)
     """For `aggregation = "constant"`: divisor of the summed loss, besides the number of sequences."""
     kl_coef: float = Field(0.0, ge=0)
-    """Weight of the KL penalty against the reference, the weights of version 0. 0: no penalty."""
-    reference_every: int = Field(0, ge=0)
+    """Weight of the KL penalty against the reference: the weights of version 0, unless it moves. 0: no penalty."""
+    reference_every: Int64 = Field(0, ge=0)
     """Batches after which the reference moves to the present weights. 0: it does not move."""
     reference_mix: float = Field(1.0, gt=0, le=1)
     """Share of the present weights in a reference that moves. 1: they replace it; less: a moving average."""
