@@ -287,6 +287,7 @@ def main() -> int:
 
         with tempfile.TemporaryDirectory() as folder:
             teachers = asyncio.run(teaching.measured(Path(folder), options.steps))
+        print(f"teachers: {json.dumps(teachers)}", file=sys.stderr, flush=True)
         failed += [name for name, row in teachers.items() if not row["learned"]]
         found, more = whole_batch.measured()
         verdict |= {**found, "teachers": teachers}
