@@ -6,7 +6,8 @@ learns every batch of each journal again.
 
 The last line is one JSON object: `recipes` is the number of recipes, `learned` the number of those whose reward rose by
 more than its 95% interval, `replay_equal` is true if each policy had the same bits after the replay. Without `--only`
-it also has the figures of `bench/whole_batch.py` and `bench/short_runs.py`; `--only` without a name has nothing else.
+it also has the figures of `bench/whole_batch.py` and `bench/short_runs.py`, and `teachers`, those of
+`bench/teaching.py`; `--only` without a name has nothing else.
 """
 
 from __future__ import annotations
@@ -286,8 +287,15 @@ def main() -> int:
     columns = ("first", "last", "interval", "learned", "equal", "seconds", "failed")
     tables = [grid(rows, *columns)] if rows else []
     if not options.only:
+        from bench import teaching  # It uses the server of this module.
+
+        with tempfile.TemporaryDirectory() as folder:
+            teachers = asyncio.run(teaching.measured(Path(folder), options.steps))
+        print(f"teachers: {json.dumps(teachers)}", file=sys.stderr, flush=True)
+        failed += [name for name, row in teachers.items() if not row["learned"]]
         found, more = whole_batch.measured()
-        verdict |= found | short_runs.measured()
+        verdict |= {**found, **short_runs.measured(), "teachers": teachers}
+        tables.append(grid(teachers, *columns[:4], "kills", "shown", title="teachers that the server asks"))
         tables += [*more, bounded(found, {}, whole_batch.MOST)]
     report("recipes", {**verdict, "served": rows}, *tables, machine=False)
     return int(bool(failed) or not verdict["replay_equal"])

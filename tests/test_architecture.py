@@ -76,8 +76,8 @@ PACKAGES = {
         lazy="opentelemetry",
     ),
     "server": rule(
-        f"{VOCABULARY} config protocol timeline rendering swarm recipes.hooks compute.protocol front",
-        "fastapi numpy prometheus_client psutil starlette",
+        f"{VOCABULARY} config protocol timeline rendering swarm recipes.hooks recipes.recipe compute.protocol front",
+        "fastapi httpx numpy prometheus_client psutil starlette",
     ),
     "sandbox": rule(VOCABULARY, "h11"),
     "client": rule(f"{VOCABULARY} protocol sandbox", "httpx pydantic", lazy="rich"),

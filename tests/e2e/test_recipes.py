@@ -14,6 +14,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from tests.e2e.server import ROOT, Server, are_equal, environment, serve_command
+from tests.teacher import Teacher, free_port
 from tests.tiny import make_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.thorough]
@@ -136,4 +137,42 @@ def test_the_rollouts_that_a_recipe_chose_survive_a_kill(tmp_path: Path) -> None
     with Server(model, tmp_path / "data", **settings) as server:
         server.until(lambda: server.get("/status")["policy_version"] == 2)
         assert server.begin(task_id="t0")["max_turns"] == 2, "it joins its group"
+        assert are_equal(server.exported(), before)
+
+
+def test_an_endpoint_grades_as_its_folder_and_its_batch_survives_kills(tmp_path: Path) -> None:
+    """The teacher is killed before it grades the second batch, and so is the server. The replay needs no teacher."""
+    model, folder = make_model(tmp_path / "model"), another(tmp_path / "teacher")
+    teacher = Teacher(folder, free_port())
+    distill = {"job__recipe": "distill", "job__optimizer__lr": 1e-2}
+    settings = {**distill, "job__recipe__teacher": teacher.url, "job__recipe__teacher_model": teacher.NAME}
+    gaps = []
+    try:
+        with Server(model, tmp_path / "folder", **distill, job__recipe__teacher=folder) as server:
+            server.batch()
+            gaps.append(server.get("/status")["last_step"]["policy/teacher_kl"])
+        with Server(model, tmp_path / "data", **settings) as server:
+            server.batch()
+            gaps.append(server.get("/status")["last_step"]["policy/teacher_kl"])
+            server.post("/checkpoints")
+            first = server.exported()
+            teacher.kill()
+            server.fill_batch()
+            server.until(lambda: "connection refused, tried 2 times" in server.get("/status")["waiting_for"])
+            server.post("/checkpoints")
+            server.kill()
+        assert abs(gaps[0]) > 1e-4 and gaps[1] == pytest.approx(gaps[0], abs=1e-6)
+        with Server(model, tmp_path / "data", **settings) as server:
+            server.until(lambda: "does not answer" in server.get("/status")["waiting_for"])
+            assert server.get("/status")["policy_version"] == 1
+            teacher.start()
+            server.until(lambda: server.get("/status")["policy_version"] == 2)
+            before = server.exported()
+            server.kill()
+    finally:
+        teacher.kill()
+    assert not are_equal(before, first), "it learned nothing"
+    with Server(model, tmp_path / "data", **settings) as server:
+        server.until(lambda: server.get("/status")["state"] == "sampling")
+        assert server.get("/status")["policy_version"] == 2
         assert are_equal(server.exported(), before)

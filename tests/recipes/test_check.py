@@ -64,7 +64,7 @@ def test_the_classes_of_the_page_that_set_every_hook_pass(name: str) -> None:
 def test_the_example_of_the_page_that_learns_from_itself_passes() -> None:
     section = PAGE.read_text(encoding="utf-8").partition("### Teachers and references")[2].partition("\n### ")[0]
     scope: dict[str, Any] = {"__name__": "plugin"}
-    exec(compile(section.partition("```python\n")[2].partition("```")[0], str(PAGE), "exec", dont_inherit=True), scope)
+    exec(compile(section.partition("```python\n")[2].partition("```")[0], "<plugin>", "exec", dont_inherit=True), scope)
     report = check(scope["LearnFromMistakes"])
     assert report.ok and "teacher_context" in str(report), str(report)
 

@@ -8,6 +8,7 @@ from agentjet.config.loader import (
     parse_config,
     server_token,
     settings_table,
+    teacher_key,
 )
 from agentjet.config.schema import (
     ComputeConfig,
@@ -42,4 +43,5 @@ __all__ = [
     "load_config",
     "server_token",
     "settings_table",
+    "teacher_key",
 ]

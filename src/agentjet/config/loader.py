@@ -156,6 +156,7 @@ _SHAPES = {
 }
 """Messages in the words of TOML, by pydantic's type of error."""
 TOKEN_VARIABLE = "AGENTJET_TOKEN"
+TEACHER_VARIABLE = "AGENTJET_TEACHER_KEY"
 MIN_TOKEN_LENGTH = 16
 NAMED = ("recipe", "loss")
 """Sections that may be given by their name alone: `recipe = "gspo"` is `recipe = {name = "gspo"}`."""
@@ -193,18 +194,28 @@ def parse_config(settings: Mapping[str, Any], origin: str = "") -> ServeConfig:
 
 def server_token(environ: Mapping[str, str] = os.environ) -> str | None:
     """Returns the client token from the environment, stripped; None if it is not set. Raises `ConfigError`."""
-    token = environ.get(TOKEN_VARIABLE, "").strip()
-    if not (token.isascii() and token.isprintable()) or " " in token:
-        raise ConfigError(
-            f"{TOKEN_VARIABLE} has a character that a token cannot have, such as a space, a line break or a letter "
-            "with an accent: use printable ASCII characters, or unset it and let the server make a token"
-        )
+    token = _secret(environ, TOKEN_VARIABLE, "let the server make a token")
     if token and len(token) < MIN_TOKEN_LENGTH:
         raise ConfigError(
             f"{TOKEN_VARIABLE} has {len(token)} characters, which is easy to guess: use {MIN_TOKEN_LENGTH} or more, "
             "or unset it and let the server make a token"
         )
     return token or None
+
+
+def teacher_key(environ: Mapping[str, str] = os.environ) -> str:
+    """Returns the API key for teachers that are endpoints from the environment, or ''. Raises `ConfigError`."""
+    return _secret(environ, TEACHER_VARIABLE, "use endpoints that need no key")
+
+
+def _secret(environ: Mapping[str, str], variable: str, otherwise: str) -> str:
+    secret = environ.get(variable, "").strip()
+    if not (secret.isascii() and secret.isprintable()) or " " in secret:
+        raise ConfigError(
+            f"{variable} has a character that a token cannot have, such as a space, a line break or a letter "
+            f"with an accent: use printable ASCII characters, or unset it and {otherwise}"
+        )
+    return secret
 
 
 def parse_value(text: str) -> Any:

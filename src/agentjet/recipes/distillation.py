@@ -247,8 +247,8 @@ class DistillTopK(Distillation):
 
         L = D(policy, teacher) over `top_k` tokens and a tail, the sum of all others; D: see `loss.beta`
 
-    Source: arXiv 2306.13649 (GKD), over tokens and a tail as github.com/lasgroup/SDPO computes it. Confidence: equal to
-    SDPO's loss.
+    Source: arXiv 2306.13649 (GKD), over tokens and a tail as github.com/lasgroup/SDPO computes it. Confidence: after a
+    public copy of SDPO's loss.
     Use: the same as `distill`; a target teaches more than one token, so fewer samples are enough.
     Cost: as `distill`; every graded token is computed.
     """
@@ -339,8 +339,8 @@ class Sdpo(DistillTopK):
 
         L = min(2, policy / sampling policy) JS(policy, teacher(. | success, feedback)), over likely tokens and a tail
 
-    Source: arXiv 2601.20802 and github.com/lasgroup/SDPO. Confidence: equal to its loss; likely tokens are those before
-    the batch, and the average moves once a batch. An attempt with neither is not graded.
+    Source: arXiv 2601.20802 and github.com/lasgroup/SDPO. Confidence: after a public copy of its loss; likely tokens
+    are those before the batch, and the average moves once a batch. An attempt with neither is not graded.
     Use: rewards with a reason as their text: errors of a compiler, failed tests, a judge's words; or only rewards, of
     which some reach `success`.
     Cost: as `sdft`.

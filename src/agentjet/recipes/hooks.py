@@ -241,6 +241,11 @@ def accept(recipe: Recipe, group: FinishedGroup, others: frozenset[str]) -> str:
     return reason
 
 
+def teaching(recipe: Recipe) -> Teaching | None:
+    """Returns the teacher of a recipe that needs one."""
+    return declared(recipe, "teaching") if "teacher" in declared(recipe, "needs") else None
+
+
 def rollout(recipe: Recipe, task: TaskStats, default: Rollout, version: int) -> Rollout:
     """Returns how the next group of a task is sampled. `InvalidRequest` of the hook refuses the request."""
     hook = "rollout"

@@ -98,6 +98,10 @@ class Teaching(NamedTuple):
     has_context: bool = False
     """True if the teacher sees the text of `Recipe.teacher_context`."""
 
+    @property
+    def is_endpoint(self) -> bool:
+        return any(source.startswith(("http://", "https://")) for source in self.sources)
+
 
 @dataclass(frozen=True, slots=True)
 class Attempt:

@@ -367,6 +367,12 @@ class Renderer:
         """Returns the displayed bytes of a token; a special token has its name."""
         return self._vocabulary.displayed_bytes(token_id, literals=True)
 
+    def sample_ids(self, most: int) -> list[int]:
+        """Returns at most `most` control tokens and as many other tokens, evenly distributed over the vocabulary."""
+        control = self._vocabulary.control
+        others = [id_ for id_ in self._vocabulary.ids if id_ not in control]
+        return [id_ for ids in (sorted(control), others) for id_ in ids[:: -(-len(ids) // most) or 1]]
+
     def stream(self) -> TextStream:
         """Returns an incremental `text` for streaming."""
         return TextStream(self._vocabulary)

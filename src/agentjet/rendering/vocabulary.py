@@ -138,6 +138,11 @@ class Vocabulary:
         kept = (char.encode() for char in text)
         return b"".join(char for char in kept if char.translate(None, self._missing) == char)
 
+    @property
+    def ids(self) -> list[int]:
+        """All token ids, ascending."""
+        return sorted({*self._bytes, *self.control})
+
     def knows(self, token_id: int) -> bool:
         return token_id in self._bytes or token_id in self.control
 

@@ -376,6 +376,7 @@ class Gateway:
             settings = {**self.config.model_dump(exclude={"job"}), "job": body.job}
             job = (await asyncio.to_thread(parse_config, settings, "request")).job  # It may import a plug-in.
             await self.hosted.check_job(job)
+            await self.engine.training.teachers.check(job, waits=False)
         except (ConfigError, ValueError) as error:
             raise Unprocessable(str(error), code="invalid_setting", param="job") from None
         self._check_revision(body.revision)  # Another request may have replaced it in the meantime.
@@ -446,6 +447,7 @@ class Gateway:
         return ServerFacts(
             state=self.phase.state,
             reason=self.phase.reason,
+            problem=self.telemetry.activity.problem,
             refusal=self.swarm.file.refusal,
             workers_started=self.hosted.num_starts,
             workers_hung=self.engine.num_hung,

@@ -55,6 +55,8 @@ class ServerFacts:
     """Seconds since a client was last seen; None before the first one."""
     is_over: bool = False
     """True if `job.max_steps` is reached."""
+    problem: str = ""
+    """A sentence about what hinders the present work, such as a teacher that does not answer, or ''."""
     loop: Gap | None = None
     """The worst gap of the event loop in the last ten minutes."""
 
@@ -222,6 +224,8 @@ def engine(facts: RunFacts) -> RuleResult | None:
         return RuleResult("bad", f"the engine failed: {server.reason}")
     if server.state == "loading" and server.reason:
         return RuleResult("warn", server.reason)
+    if server.problem:
+        return RuleResult("warn", server.problem)
     restarts = server.workers_started - 1
     hung = f", {server.workers_hung} of them because they hung" if server.workers_hung else ""
     text = f"{restarts} workers ended and were replaced{hung}" if restarts > 0 else f"the engine is {server.state}"

@@ -263,13 +263,15 @@ SLOW_SECONDS = 2.0
 
 @dataclass(slots=True)
 class Work:
-    """Slow work that began at `begun`. Set `done` as its parts are done."""
+    """Slow work that began at `begun`. Set `done` as its parts are done, and `problem`."""
 
     kind: str
     text: str
     total: int
     begun: float
     done: int = 0
+    problem: str = ""
+    """A sentence about what hinders it, or ''."""
 
 
 class Activity:
@@ -298,13 +300,18 @@ class Activity:
         if not self._stack:
             return ""
         work = self._stack[-1]
+        text = work.problem or work.text
         elapsed, known = self._monotonic() - work.begun, self._known.get(work.kind, 0.0)
         parts = [f"{work.done} of {work.total}"] if work.total else []
         if elapsed >= SLOW_SECONDS:
             left = remaining(elapsed, work.done, work.total) or remaining(elapsed, elapsed, known)
             late = f"last time it took {duration(known)}" if 0 < known <= elapsed and not work.total else ""
             parts += [f"{duration(elapsed)} so far", *filter(None, [left or late])]
-        return f"{work.text}: {', '.join(parts)}" if parts else work.text
+        return f"{text}: {', '.join(parts)}" if parts else text
+
+    @property
+    def problem(self) -> str:
+        return self._stack[-1].problem if self._stack else ""
 
     def _keep(self, work: Work) -> None:
         elapsed = self._monotonic() - work.begun

@@ -270,11 +270,10 @@ def check_model(job: JobConfig, model: ModelInfo) -> None:
             f"job.max_tokens = {job.max_tokens} leaves no room for a prompt in the "
             f"{model.context_length} tokens of context of {model.name!r}: lower it"
         )
-    if "teacher" not in hooks.declared(job.recipe, "needs"):
+    teaching = hooks.teaching(job.recipe)
+    if teaching is None or teaching.is_endpoint or teaching.sources[0] in ("policy", "reference"):
         return
-    teacher = hooks.declared(job.recipe, "teaching").sources[0]
-    if teacher in ("policy", "reference") or "://" in teacher:
-        return
+    teacher = teaching.sources[0]
     folder = Path(teacher)
     if not (folder / "config.json").exists():
         raise ConfigError(

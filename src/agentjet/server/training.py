@@ -24,6 +24,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from functools import partial
+from typing import Any
 
 from agentjet.compute.protocol import FINGERPRINT, learn
 from agentjet.errors import (
@@ -43,6 +44,7 @@ from agentjet.protocol import CheckpointInfo
 from agentjet.server.checkpoints import combined_stamp
 from agentjet.server.monitoring import Telemetry, batch_context, divergence, emit_event, metrics_not_finite
 from agentjet.server.run_policies import PolicyVersions, all_of
+from agentjet.server.teachers import Teachers
 from agentjet.swarm import Batch
 from agentjet.timeline.batch import TrainingBatch
 from agentjet.types import CheckpointStamp, Op, OperationKind, metrics_prefix
@@ -75,6 +77,7 @@ class TrainingLoop:
         self._phase = versions.phase
         self._versions = versions
         self._telemetry = telemetry
+        self.teachers = Teachers(versions.policies, versions.swarm, telemetry.activity)
         self._next_operations = {policy.policy: Op.of(policy, 0) for policy in versions.policies.ids}
         """First operation of the next batch, by policy. A repetition of the present batch reuses its own."""
         self._learning: int | None = None
@@ -125,6 +128,9 @@ class TrainingLoop:
             for batch in batches:
                 if self.stopping:
                     return
+                is_new = batch.id == self._swarm.policy_version and not self._swarm.batches.is_offered(batch)
+                if is_new and await self.teachers.is_asked(batch) and not self.teachers.has_grades(batch):
+                    break  # `learn` waits for the grades, and calls go on.
                 await self._learn(batch)
                 work.done += 1
         if not self.stopping:
@@ -142,17 +148,22 @@ class TrainingLoop:
         await self._commits.durable()
         await self._learn(batch)
         job, version = self._swarm.job, self._swarm.policy_version
+        if version == batch.id:  # It was stopped before.
+            return
         if (job.checkpoint_every and version % job.checkpoint_every == 0) or version == job.max_steps:
             await self._versions.try_checkpoint()
 
     async def _learn(self, batch: Batch) -> None:
         """Learns a batch for the first time, or again after a crash. Only the first time is recorded."""
         replay = batch.id < self._swarm.policy_version
-        self._learning = batch.id
         span = self._telemetry.tracing.span("step", batch_id=batch.id, policy_version=batch.id + 1, replay=replay)
         try:
             with batch_context(batch.id), span:
-                training = await asyncio.to_thread(self._swarm.batches.training_batches, batch)
+                taught = await self._taught(batch)
+                if taught is None:
+                    return
+                training, asked = taught
+                self._learning = batch.id
                 self._telemetry.timer.start_learning()
                 metrics, following, fingerprints = await self._apply(batch, training)
                 if replay:
@@ -165,12 +176,48 @@ class TrainingLoop:
                 if not replay:
                     num_tokens = sum(own.forest.num_targets for own in training.values())
                     timed = self._telemetry.step_metrics(num_tokens)
-                    await self._record(batch, {**metrics, **published, **timed}, fingerprints)
+                    await self._record(batch, {**asked, **metrics, **published, **timed}, fingerprints)
                 self._next_operations = following
         except Later:  # A failure of the journal, not of the batch.
             self._learning = None
             raise
         self._learning = None
+
+    async def _taught(self, batch: Batch) -> tuple[dict[str, TrainingBatch], dict[str, float]] | None:
+        """Returns the forests of a batch with the grades of its teacher, and metrics; None if the loop is stopped.
+
+        An endpoint may not answer for long. Tasks run in that time, and calls go on if `job.max_staleness` allows it.
+        """
+        self._learning = batch.id  # An error of the journal is one of the batch, and one of the teacher is not.
+        training = await asyncio.to_thread(self._swarm.batches.training_batches, batch)
+        self._learning = None
+        if not await self.teachers.is_asked(batch):
+            return await self.teachers.taught(batch, training)
+        phase, swarm, was_open = self._phase, self._swarm, self._phase.gate.is_open
+        while not self.stopping:
+            revision = swarm.job_revision
+            asking = asyncio.create_task(self.teachers.taught(batch, training))
+            asking.add_done_callback(lambda _: phase.changed.notify())
+            is_over = partial(self._is_asked, asking, revision)
+            try:
+                while not is_over():
+                    await phase.changed.until(lambda: is_over() or (phase.is_up and phase.has_tasks))  # noqa: B023  awaited at once
+                    if not is_over():
+                        phase.gate.hold()
+                        await phase.gate.drained()
+                        await phase.run_tasks()
+                        if was_open and not self.stopping:
+                            phase.gate.open()
+                if asking.done():
+                    return asking.result()
+            finally:
+                asking.cancel()
+                await asyncio.gather(asking, return_exceptions=True)
+        return None
+
+    def _is_asked(self, asking: asyncio.Future[Any], revision: int) -> bool:
+        """True if a teacher has answered, need not answer, or has another address: the job has another revision."""
+        return asking.done() or self.stopping or self._swarm.job_revision != revision
 
     async def _publish(self, version: int, *, to_samplers: bool = True) -> dict[str, float]:
         """Publishes all policies. With `max_staleness`, samplers adopt in turns, so that calls go on."""
@@ -420,6 +467,8 @@ class Engine:
         await self._policies.check_job(self._swarm.job)
         self._policies.num_starts += 1
         await self._add_policies()
+        # A run that has learned goes on sampling without its teacher, whose grades a replay finds on the disk.
+        await self.training.teachers.check(self._swarm.job, waits=not self._swarm.policy_version)
         batches, operations = await self._load_newest()
         self._swarm.record_origin()
         renderers = self._policies.renderers

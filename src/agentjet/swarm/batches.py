@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -117,6 +118,14 @@ class Batches:
         May run in another thread; it reads committed rows only. Raises `CheckpointError` when a durable checkpoint
         covers the batch and its tokens were pruned.
         """
+        with self.reading(batch) as (journal, members):
+            training, metrics = facts.build(journal, batch, members, self._store.policies)
+        self._forest_metrics = {batch.id: metrics}
+        return training
+
+    @contextmanager
+    def reading(self, batch: Batch) -> Iterator[tuple[Journal, dict[str, EpisodeRecord]]]:
+        """Context of the journal for another thread, and the episodes of a batch. Raises `CheckpointError`."""
         self._check_reach(batch.id)
         with self._journal.reading() as journal:
             members = {}
@@ -124,9 +133,7 @@ class Batches:
                 episode = self._store.episodes.get(episode_id) or journal.episode(episode_id)
                 assert episode is not None, "the journal keeps episodes longer than batches are replayed"
                 members[episode_id] = episode
-            training, metrics = facts.build(journal, batch, members, self._store.policies)
-        self._forest_metrics = {batch.id: metrics}
-        return training
+            yield journal, members
 
     def record_operation(self, policy: str, number: int, kind: OperationKind, batch: Batch) -> None:
         """Record an operation on a policy, before it is applied. A replayed operation changes nothing."""

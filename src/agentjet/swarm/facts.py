@@ -276,10 +276,10 @@ def _trained_sequences(
     orphaned, routes = journal.orphans(episode.id), journal.routes(episode.id)
     found: Sequences = {}
     for role, tree in load_trees(journal, episode.id).items():
-        if calls := _trained_calls(tree, orphaned, counts[policy_of(role, policies)]):
+        if calls := trained_calls(tree, orphaned, counts[policy_of(role, policies)]):
             found[role] = RoleTokens(
                 [_trained_call(tree, call) for call in calls],
-                _rows(tree, calls, routes),
+                call_rows(tree, calls, routes),
                 sum(tree.num_tokens(call.id) for call in calls),
             )
         tree.clear()
@@ -291,7 +291,7 @@ def _trained_call(tree: ConversationTree, call: Call) -> TrainedCall:
     return TrainedCall(call.id, call.temperature, call.finish_reason, len(call.completion), end)
 
 
-def _trained_calls(tree: ConversationTree, orphaned: Container[str], count: Counter[str]) -> list[Call]:
+def trained_calls(tree: ConversationTree, orphaned: Container[str], count: Counter[str]) -> list[Call]:
     """The calls of a tree whose sampled tokens are trained. The others are counted in `count`."""
     trained = []
     digests = tree.context_digests()
@@ -320,7 +320,7 @@ def _trained_calls(tree: ConversationTree, orphaned: Container[str], count: Coun
     return trained
 
 
-def _rows(tree: ConversationTree, calls: Sequence[Call], routes: Mapping[str, bytes]) -> list[Row]:
+def call_rows(tree: ConversationTree, calls: Sequence[Call], routes: Mapping[str, bytes]) -> list[Row]:
     """One row per call. Calls of one timeline share its tokens and routes."""
     timelines = tree.timelines(call.id for call in calls)
     tokens = {newest: np.asarray(tree.tokens(newest), np.int32) for newest in set(timelines.values())}
