@@ -403,7 +403,7 @@ def test_a_batch_is_built_with_the_calls_of_one_episode_in_memory(
     world = make_world(batch_size=8)
     for number in range(8):
         world.play(f"g{number}", 0.0, 1.0)
-    batch, rows, alive = world.swarm.batches.compose(), facts._rows, []
+    batch, rows, alive = world.swarm.batches.compose(), facts.call_rows, []
 
     def counting(*args: Any) -> list[Any]:
         alive.append(sum(isinstance(known, Call) for known in gc.get_objects()))
@@ -411,6 +411,6 @@ def test_a_batch_is_built_with_the_calls_of_one_episode_in_memory(
         return rows(*args)
 
     before = sum(isinstance(known, Call) for known in gc.get_objects())
-    monkeypatch.setattr(facts, "_rows", counting)
+    monkeypatch.setattr(facts, "call_rows", counting)
     world.training(batch)
     assert len(alive) == 16 and max(alive) - before <= 2
