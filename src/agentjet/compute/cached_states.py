@@ -100,7 +100,8 @@ class StepRecurrence:
     def convolve(self, layer: int, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """See `Recurrence.convolve`."""
         key, width = (layer, "convolution"), weight.shape[1]
-        out = inputs.new_empty(inputs.shape, dtype=weight.dtype)
+        # No run has the tokens of padding: garbage, which may be no number, must not go on to the next layer.
+        out = inputs.new_zeros(inputs.shape, dtype=weight.dtype)
         for batch in self._batches:
             own = batch.gather(inputs)
             past = self._slots.read(key, batch.sources)
@@ -117,7 +118,7 @@ class StepRecurrence:
             found, finals = step([batch.gather(x) for x in inputs], self._slots.read(key, batch.sources))
             self._slots.write(key, batch.targets, finals)
             if number == 0:
-                out = found.new_empty(self._num_tokens, *found.shape[2:])
+                out = found.new_zeros(self._num_tokens, *found.shape[2:])
             batch.scatter(out, found)
         return out
 
