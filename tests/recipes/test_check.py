@@ -224,7 +224,11 @@ def slow(rewards: Any) -> Any:
         (Growing, "parameters", "change their own result: scale = 2.0 became 3.0"),
         (loss(lambda logp, columns: -logp[:2]), "token_loss", r"of shape \(2,\) instead of a tensor of"),
         (loss(lambda logp, columns: -logp.detach()), "token_loss", "losses without gradient"),
-        (loss(lambda logp, columns: columns["gone"]), "token_loss", "KeyError: 'gone': the columns are .*; add others to `reads`"),
+        (
+            loss(lambda logp, columns: columns["gone"]),
+            "token_loss",
+            "KeyError: 'gone': the columns are .*; add others to `reads`",
+        ),
         (loss(lambda logp, columns: (logp - logp).sqrt()), "token_loss", "has a gradient that is not finite"),
         (loss(lambda logp, columns: (logp - logp) / 0), "token_loss", "losses that are not finite"),
         (loss(lambda logp, columns: -logp * logp.mean()), "token_loss", "other losses for half of the tokens"),

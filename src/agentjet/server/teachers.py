@@ -188,6 +188,11 @@ class Teachers:
         if teaching.is_endpoint:
             check_settings(job, teaching)
         for renderer in self.policies.renderers.values():
+            if teaching.top_k > renderer.num_tokens:
+                raise ConfigError(
+                    f"job.recipe.top_k = {teaching.top_k}: {renderer.model.name!r} has {renderer.num_tokens} tokens: "
+                    "lower it"
+                )
             if teaching.has_context:
                 check_template(renderer)
             if teaching.is_endpoint:
