@@ -27,7 +27,7 @@ from agentjet.errors import ConfigError
 from agentjet.recipes.check import check
 from agentjet.recipes.losses import PolicyLoss
 from agentjet.recipes.policy_gradient import PolicyGradient
-from agentjet.recipes.recipe import Recipe, Teaching
+from agentjet.recipes.recipe import Recipe, ReferenceMoves, Teaching
 from agentjet.recipes.registry import built_in
 from tests.recipes.test_every_hook import BASES, PAGE, classes
 
@@ -160,6 +160,16 @@ def taught(context: Any, teaching: Any = SEEING) -> type[Recipe]:
     return type("Taught", (PolicyGradient,), {"__module__": "own", **own})
 
 
+def moving(every: Any, mix: Any) -> type[Recipe]:
+    own = {"reference_moves": property(lambda self: ReferenceMoves(every, mix))}
+    return type("Moving", (PolicyGradient,), {"__module__": "own", **own})
+
+
+class Silent(PolicyGradient):
+    needs = taught(str).needs
+    teaching = taught(str).teaching
+
+
 class Unlikely(PolicyLoss):
     reads = ("new_top",)
 
@@ -203,12 +213,22 @@ def slow(rewards: Any) -> Any:
         (taught(lambda one: one.feedback), "teacher_context", r"`teacher_context` failed at .*test_check.py:\d+: Attr"),
         (taught(str, "a folder"), "needs, reads", "`teaching` returned 'a folder' instead of None or Teaching"),
         (taught(str, Teaching()), "needs, reads", "names a teacher, and `teaching` returned .* with a source"),
+        (taught(str, Teaching("reference")), "needs, reads", "`sources` is 'reference' instead of a tuple of texts"),  # type: ignore[arg-type]
+        (taught(str, Teaching(("policy",), top_k=-1)), "needs, reads", "`top_k` is -1 instead of a number of tokens"),
+        (taught(str, SEEING._replace(top_of="student")), "needs, reads", "`top_of` is 'student': 'teacher' or"),
+        (Silent, "needs, reads", "has a context, and the recipe has no `teacher_context`"),
+        (moving(-1, 0.5), "needs, reads", r"`reference_moves` returned .*: `every` is -1 instead of a number of bat"),
+        (moving(1, 2.0), "needs, reads", "`mix` is 2.0 instead of a share above 0, at most 1"),
         (Unlikely, "columns", r"no tokens for 'new_top' of `reads`: `teaching` must return Teaching\(top_k"),
         (Diverging, "next_state", "instead of a dict of finite numbers"),
         (Growing, "parameters", "change their own result: scale = 2.0 became 3.0"),
         (loss(lambda logp, columns: -logp[:2]), "token_loss", r"of shape \(2,\) instead of a tensor of"),
         (loss(lambda logp, columns: -logp.detach()), "token_loss", "losses without gradient"),
-        (loss(lambda logp, columns: columns["gone"]), "token_loss", "KeyError: 'gone'"),
+        (
+            loss(lambda logp, columns: columns["gone"]),
+            "token_loss",
+            "KeyError: 'gone': the columns are .*; add others to `reads`",
+        ),
         (loss(lambda logp, columns: (logp - logp).sqrt()), "token_loss", "has a gradient that is not finite"),
         (loss(lambda logp, columns: (logp - logp) / 0), "token_loss", "losses that are not finite"),
         (loss(lambda logp, columns: -logp * logp.mean()), "token_loss", "other losses for half of the tokens"),

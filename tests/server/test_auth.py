@@ -42,6 +42,9 @@ def test_tokens_are_made_once_and_readable_by_the_owner_only(tmp_path: Path) -> 
 def test_a_given_token_is_written_down(tmp_path: Path) -> None:
     Keys.open(tmp_path)
     keys = Keys.open(tmp_path, token="given-token-given-token")
+    admin = (tmp_path / "admin-token").read_text().strip()
+    with pytest.raises(ConfigError, match=r"AGENTJET_TOKEN is the token in .*admin-token.*unset it"):
+        Keys.open(tmp_path, token=admin)
     assert keys.control("given-token-given-token") == "client"
     assert (tmp_path / "token").read_text().strip() == "given-token-given-token"
     assert (tmp_path / "token").stat().st_mode & 0o777 == 0o600

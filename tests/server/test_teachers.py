@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentjet.errors import ConfigError, InvalidRequest
+from agentjet.errors import ConfigError, InvalidRequest, RecipeError
 from agentjet.front.calls import CallRequest
 from agentjet.protocol import BeginRequest, FinishRequest, JobBody
 from agentjet.recipes.baselines import Grpo
@@ -197,6 +197,29 @@ async def test_a_template_that_leaves_the_text_out_is_refused_at_the_start(tmp_p
     card = replace(make_model_info(tmp_path / "tokenizer"), chat_template="{{ messages | length }}<|im_start|>")
     async with running(tmp_path / "d", **context(), card=card, wait_ready=False) as run:
         with pytest.raises(ConfigError, match=r"cannot show the teacher a text .*\(it leaves the text out\)"):
+            await run.gateway.engine.wait_until_up()
+
+
+class Moving(Graded):
+    """Declares a parameter again, so without its bounds."""
+
+    reference_mix: float = 2.0
+    reference_every: int = 1
+    kl_coef: float = 0.1
+
+
+@pytest.mark.parametrize(
+    ("job", "refusal", "reason"),
+    [
+        ({"recipe": recipe(has_context=True, top_k=10**6)}, ConfigError, "top_k = 1000000: .* tokens: lower it"),
+        ({"recipe": f"{__name__}:Moving"}, RecipeError, "`mix` is 2.0 instead of a share above 0, at most 1"),
+    ],
+)
+async def test_what_no_batch_can_use_is_refused_at_the_start(
+    tmp_path: Path, job: dict[str, Any], refusal: type[Exception], reason: str
+) -> None:
+    async with running(tmp_path / "d", job=job, wait_ready=False) as run:
+        with pytest.raises(refusal, match=reason):
             await run.gateway.engine.wait_until_up()
 
 

@@ -6,6 +6,7 @@ unknown key, the nearest known one.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import tomllib
@@ -140,7 +141,7 @@ def toml(value: object) -> str:
         return str(list(value))
     if isinstance(value, dict) and value:
         return f"{{ {', '.join(f'{key} = {toml(one)}' for key, one in value.items())} }}"
-    return f'"{value}"' if isinstance(value, str | Path) else str(value)
+    return json.dumps(str(value), ensure_ascii=False) if isinstance(value, str | Path) else str(value)
 
 
 def _cell(text: str) -> str:

@@ -154,6 +154,12 @@ class Keys:
         If `token` is given, it replaces the client token, in its file as well.
         """
         path = folder / SECRET_FILES["client"]
+        for other in (folder / SECRET_FILES[name] for name in ("admin", "viewer")):
+            if token is not None and other.exists() and read_secret(other) == token:  # It would lose its level.
+                raise ConfigError(
+                    f"AGENTJET_TOKEN is the token in {other}, and it becomes that of the clients: unset it, or give "
+                    f"the content of {path}"
+                )
         if token is not None and not (path.exists() and read_secret(path) == token):
             replace_secret(path, token)
         held = {name: SecretFile(folder / file) for name, file in SECRET_FILES.items()}

@@ -124,7 +124,7 @@ class _Checks:
     def run(self) -> Report:
         self.call("parameters", "", self._read_parameters)
         declared = self.call("needs, reads", "", lambda recipe: tuple(hooks.declared(recipe, x) for x in DECLARED))
-        if declared is not None and (problem := _declaration_problem(dict(zip(DECLARED, declared, strict=True)))):
+        if declared is not None and (problem := _declaration_problem(self.recipe, declared)):
             self.note("needs, reads", problem)
         elif declared is not None:
             self._before_a_batch()
@@ -289,9 +289,10 @@ ATTEMPTS = tuple(
 """A group: a success, a failure with a reason, and one without text and answer."""
 
 
-def _declaration_problem(declared: Mapping[str, Any]) -> str:
-    """Returns a sentence about needs that are wrong; else ''."""
-    needs, teaching = declared["needs"], declared["teaching"]
+def _declaration_problem(recipe: Recipe, declared: Sequence[Any]) -> str:
+    """Returns a sentence about values of `DECLARED` that are wrong; else ''."""
+    values = dict(zip(DECLARED, declared, strict=True))
+    needs, teaching = values["needs"], values["teaching"]
     if not (isinstance(needs, frozenset) and needs <= {*get_args(Need)}):
         known = ", ".join(sorted(get_args(Need)))
         return f"`needs` returned {needs!r} instead of a frozenset of some of {known}"
@@ -299,6 +300,8 @@ def _declaration_problem(declared: Mapping[str, Any]) -> str:
         return (
             f"`needs` names a teacher, and `teaching` returned {teaching!r} instead of Teaching((...,)) with a source"
         )
+    if teaching and teaching.has_context and type(recipe).teacher_context is Recipe.teacher_context:
+        return "`teaching` has a context, and the recipe has no `teacher_context`, which returns it"
     return ""
 
 

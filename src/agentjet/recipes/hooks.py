@@ -222,6 +222,9 @@ def declared(recipe: Recipe, name: str) -> Any:
     found = called(recipe, name, lambda: getattr(recipe, name))
     if name in TYPES and found is not None and not isinstance(found, TYPES[name]):
         raise _wrong(recipe, name, f"returned {found!r} instead of None or {TYPES[name].__name__}(...)")
+    # A recipe that declares a parameter again loses its bounds.
+    if isinstance(found, Teaching | ReferenceMoves) and (problem := found.problem()):
+        raise _wrong(recipe, name, f"returned {found!r}: {problem}")
     return found
 
 
@@ -321,7 +324,15 @@ def loss(recipe: Recipe, logp: Tensor, columns: Mapping[str, Tensor]) -> tuple[T
     from torch import Tensor
 
     hook = loss_hook(recipe)
-    result: Any = called(recipe, hook, lambda: getattr(recipe, hook)(logp, columns))
+    try:
+        result: Any = called(recipe, hook, lambda: getattr(recipe, hook)(logp, columns))
+    except RecipeError as error:
+        missing = error.__cause__.args[:1] if isinstance(error.__cause__, KeyError) else ()
+        if missing and missing[0] not in columns:
+            what = str(error).removesuffix(f"; {WAY_OUT}")
+            known = ", ".join(sorted(columns))
+            raise RecipeError(f"{what}: the columns are {known}; add others to `reads`; {WAY_OUT}") from error
+        raise
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
         raise _wrong(recipe, hook, f"returned {_kind(result)} instead of the losses and a dict of metrics")
     loss, metrics = result

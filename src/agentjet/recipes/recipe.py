@@ -75,6 +75,12 @@ class ReferenceMoves(NamedTuple):
     """Share of the present weights in the new reference, above 0. 1: they replace it. Else the old one keeps the rest,
     a moving average."""
 
+    def problem(self) -> str:
+        """Returns a sentence about values that cannot be used, or ''."""
+        if not isinstance(self.every, int) or self.every < 1:
+            return f"`every` is {self.every!r} instead of a number of batches, 1 or more"
+        return "" if 0 < self.mix <= 1 else f"`mix` is {self.mix!r} instead of a share above 0, at most 1"
+
 
 class Teaching(NamedTuple):
     """The teacher of a recipe, whose log-probabilities of the targets are the column `teacher` [M]; NaN where it has
@@ -97,6 +103,14 @@ class Teaching(NamedTuple):
     log-probabilities of them are then the column `old_top`."""
     has_context: bool = False
     """True if the teacher sees the text of `Recipe.teacher_context`."""
+
+    def problem(self) -> str:
+        """Returns a sentence about values that cannot be used, or ''."""
+        if not isinstance(self.sources, tuple) or not all(isinstance(source, str) for source in self.sources):
+            return f"`sources` is {self.sources!r} instead of a tuple of texts, such as ('reference',)"
+        if not isinstance(self.top_k, int) or self.top_k < 0:
+            return f"`top_k` is {self.top_k!r} instead of a number of tokens; 0: none"
+        return "" if self.top_of in ("teacher", "policy") else f"`top_of` is {self.top_of!r}: 'teacher' or 'policy'"
 
     @property
     def is_endpoint(self) -> bool:

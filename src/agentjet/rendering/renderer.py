@@ -110,6 +110,7 @@ class Renderer:
             trial=try_tools(source, tool_format) if tool_format else None,
         )
         self.context_length = model_info.context_length
+        self.num_tokens = len(vocabulary.ids)
         self._form = TOOL_FORMATS[tool_format] if tool_format else None
         ends = [end for end in (self._form.ends if self._form else ()) if end in self._escapes]
         texts = (self._form.call + self._form.closing) if self._form else ""

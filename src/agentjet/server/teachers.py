@@ -181,12 +181,18 @@ class Teachers:
 
     async def check(self, job: JobConfig, *, waits: bool) -> None:
         """Raises `ConfigError` if the teacher of a job cannot grade the policies. `waits` until an endpoint answers."""
+        await self.policies.threads.wait_for("hook", partial(hooks.declared, job.recipe, "reference_moves"))
         teaching = await self._teaching(job)
         if teaching is None or (self.policies.num_starts > 1 and teaching == self._checked):
             return
         if teaching.is_endpoint:
             check_settings(job, teaching)
         for renderer in self.policies.renderers.values():
+            if teaching.top_k > renderer.num_tokens:
+                raise ConfigError(
+                    f"job.recipe.top_k = {teaching.top_k}: {renderer.model.name!r} has {renderer.num_tokens} tokens: "
+                    "lower it"
+                )
             if teaching.has_context:
                 check_template(renderer)
             if teaching.is_endpoint:
@@ -293,7 +299,7 @@ def _warn(batch: Batch, unrendered: Mapping[str, str]) -> None:
         log.warning(
             "batch %d: the teacher does not grade %d calls, such as %s, because the text that it sees cannot be "
             "rendered: %s. They are not learned from it: shorten the text, or let agents send messages with a user",
-            batch.id, len(unrendered), call, reason,
+            batch.id, len(unrendered), call, reason.removesuffix("."),
         )  # fmt: skip
 
 
