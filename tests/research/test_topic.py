@@ -62,6 +62,7 @@ def test_most_topics_are_read_as_asked() -> None:
         ("¿Importa la tasa de aprendizaje?", "was not understood"),
         ("Do users prefer it?", "asks about people: .* give a judge"),
         ("Does the seed matter?", "asks about seed: .* ask about a setting"),
+        ("temperature " + "1" * 5000, "5012 characters: give a question of at most 1000"),
         ("学习率", "was not understood: its words '学习率'"),
         ("Temperature 1 or 1", r"job\.temperature = 1 is named twice"),
         ("Does group size matter at equal tokens and at equal steps?", "holds steps and tokens equal: keep one"),
@@ -201,6 +202,7 @@ def test_levels_may_be_agents(subject: Subject) -> None:
         ("Does the KL penalty matter?", ["job.recipe.kl_coef=1"], "two levels or more"),
         ("Group size 4 or 6", [], "64 is no multiple of it"),
         ("How many tasks are enough?", ["tasks.number=2/3", "tasks.number=4"], "give a number, a share"),
+        ("Are 16 tasks enough, or 800 training tasks?", [], "tasks.number = 800: there are 32 training tasks"),
         ("Why does it not learn?", [], "agentjet research start"),
         ("Does my agent survive noisy tools?", [], "agentjet eval"),
         ("Longer answers at equal tokens", [], "measured in a campaign only"),
@@ -304,6 +306,7 @@ OPEN = "not decided, +0.1 (-0.1 to +0.3); more than 1000 seeds an arm would be n
         ("refuted", (-0.3, -0.4, -0.2), "no, the opposite, -0.3 (-0.4 to -0.2)."),
         ("practically_equivalent", (0.01, -0.05, 0.07), "no difference within ± 0.1, +0.01 (-0.05 to +0.07)."),
         ("inconclusive", (0.2, 0.0, 0.4), "not decided, +0.2 (+0 to +0.4); about 12 more seeds an arm would."),
+        ("inconclusive", (0.2, 0.2, 0.2), "not decided, +0.2 (+0.2 to +0.2); more seeds alone would not decide it: r."),
         ("inconclusive", (0.1, -0.1, 0.3), f"{OPEN} large as matters."),
     ],
 )
@@ -329,3 +332,4 @@ def test_the_answer_of_a_dose_and_of_a_trade_off() -> None:
         both[1].id: Finding(both[1].id, "refuted", "r", -0.5, -0.6, -0.4, 0.95, seeds=4),
     }
     assert answer(trade, found)[0] == "b costs less without a loss of score."
+    assert answer(trade, found)[2] == "T: no, the opposite, -0.5 (-0.6 to -0.4) in logarithms, which is -39%."

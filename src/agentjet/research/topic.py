@@ -41,6 +41,7 @@ from agentjet.research.models import (
 from agentjet.research.plan import METRIC, PlanPart, Space, SpaceArm
 
 Form = Literal["compare", "dose_response", "interaction", "scaling", "diagnose", "robustness", "trade_off"]
+LONGEST_TOPIC = 1000
 SHARE = 0.1
 """The smallest change of tokens and seconds that matters."""
 
@@ -187,6 +188,8 @@ def read_topic(topic: str) -> Question:
     words = _words(topic)
     if not words:
         raise ConfigError("the topic is empty: give the question, such as 'Does a KL penalty help?'")
+    if len(topic) > LONGEST_TOPIC:
+        raise ConfigError(f"the topic has {len(topic)} characters: give a question of at most {LONGEST_TOPIC}")
     text = f" {' '.join(words)} "
     amount = _pattern("amounts").search(text)
     amounts = {EQUAL[next(filter(None, found.groups()))] for found in _pattern("amounts").finditer(text)}
@@ -601,6 +604,7 @@ def _number_of_tasks(level: Value, subject: Subject) -> int:
         return every
     number = every // int(text[2:]) if re.fullmatch(r"1/[1-9]\d*", text) else int(text) if text.isdigit() else 0
     refuse(number < 1, f"tasks.number = {level!r}: give a number, a share such as 1/4, or all")
+    refuse(number > every, f"tasks.number = {level!r}: there are {every} training tasks")
     return number
 
 
@@ -688,7 +692,8 @@ def _sentence(study: Study, claim: Hypothesis, found: Finding) -> str:
     if found.estimate is None or found.low is None or found.high is None:
         return f"{text}: not decided, because {found.reason}."
     size = f"{found.estimate:+.3g} ({found.low:+.3g} to {found.high:+.3g})"
-    size += " in logarithms, so about that share" if claim.metric != "score" else ""
+    if claim.metric != "score":
+        size += f" in logarithms, which is {np.expm1(found.estimate):+.0%}"
     match found.verdict:
         case "supported":
             return f"{text}: yes, {size}."
@@ -706,4 +711,6 @@ def _more_seeds(found: Finding, matters: float) -> str:
     wanted = found.seeds * (half / away) ** 2 if away else np.inf
     if not wanted < MANY_MORE:
         return f"more than {MANY_MORE} seeds an arm would be needed, because the effect is about as large as matters"
-    return f"about {max(1, int(np.ceil(wanted)) - found.seeds)} more seeds an arm would"
+    if wanted <= found.seeds:
+        return f"more seeds alone would not decide it: {found.reason}"
+    return f"about {int(np.ceil(wanted)) - found.seeds} more seeds an arm would"
