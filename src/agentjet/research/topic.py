@@ -307,10 +307,10 @@ def _without(words: Sequence[str], text: str, found: re.Match[str]) -> list[str]
 def _numbers(
     words: Sequence[str], known: Sequence[Read], used: set[int]
 ) -> tuple[list[tuple[str, int | float]], list[str]]:
-    """Returns the levels among the numbers of a topic, each with its factor, and what else a number says.
+    """Returns the levels among the numbers of a topic, each with its factor, and the other numbers in words.
 
     Numbers in a row belong to the factor with an order that they stand before (`4 epochs`), else to the nearest one
-    that they follow, else to the next. A number of something else (`20 steps`, `3 times`) is no level.
+    that they follow, else to the next. Amounts of other things (`20 steps`, `3 times`) are left out.
     """
     ordered = [one for one in known if one.factor.ordered and one.level is None]
     found: list[tuple[str, int | float]] = []
