@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import pytest
 
 from agentjet.errors import ConfigError
 from agentjet.research.journal import StudyLog
-from agentjet.research.models import Arm, Finding, Hypothesis, Outcome, Study, Subject
+from agentjet.research.models import Arm, Finding, Hypothesis, Outcome, Study, Subject, Value
 from agentjet.research.plan import plan
 from agentjet.research.report import StudyView, gather, plan_page
 from agentjet.research.scheduler import conduct, estimate_cost
@@ -60,6 +61,28 @@ def test_most_topics_are_read_as_asked() -> None:
         ("Does the learning-rat matter?", "'rat' name nothing .* 'Does the learning rate matter"),
         ("¿Importa la tasa de aprendizaje?", "was not understood"),
         ("Do users prefer it?", "asks about people: .* give a judge"),
+        ("Does the seed matter?", "asks about seed: .* ask about a setting"),
+        ("temperature " + "1" * 5000, "5012 characters: give a question of at most 1000"),
+        ("学习率", "was not understood: its words '学习率'"),
+        ("Temperature 1 or 1", r"job\.temperature = 1 is named twice"),
+        ("Does group size matter at equal tokens and at equal steps?", "holds steps and tokens equal: keep one"),
+        *(
+            (f"Is a learning rate of {number} better?", f"has '{re.escape(number)}.?', which is no plain number")
+            for number in (
+                "10^-5",
+                "1·10^-4",
+                "1/100000",
+                "0,7",
+                ".7",
+                "-1",
+                "5%",
+                "4k",
+                "10x",
+                "1,024",
+                "1_000",
+                "1e400",
+            )
+        ),
     ],
 )
 def test_a_topic_that_is_not_understood_is_refused(topic: str, said: str) -> None:
@@ -74,6 +97,36 @@ def test_a_reading_is_a_sentence() -> None:
 
 def test_a_reading_names_the_words_that_played_no_part() -> None:
     assert "these words played no part: penality" in read_topic("Does the kl penality matter?").reading()
+
+
+LR, TEMPERATURE, SIZE = "job.optimizer.lr", "job.temperature", "job.group_size"
+
+
+@pytest.mark.parametrize(
+    ("topic", "levels", "unread"),
+    [
+        ("GRPO at 1e-5 versus RLOO at 3e-5", {"job.recipe": ("grpo", "rloo")}, ("1e-5", "3e-5")),
+        ("After 20 steps, does the KL penalty help?", {"job.recipe.kl_coef": (0.0, 0.01)}, ("20 step",)),
+        ("Does training 3 times longer help?", {"steps": (40, 20, 80, 160)}, ("3 time",)),
+        ("Temperature 0.7 for 20 steps or 1.0 for 40 steps?", {TEMPERATURE: (0.7, 1.0)}, ("20 step", "40 step")),
+        ("Staleness of 4 steps", {"job.max_staleness": (0, 1, 4)}, ()),
+        ("Group sizes 2, 4 and 16 × learning rates 1e-6, 1e-5", {SIZE: (2, 4, 16), LR: (1e-6, 1e-5)}, ()),
+        ("Does group size 8 beat 4 at temperature 0.7?", {SIZE: (4, 8), TEMPERATURE: (1.0, 0.7)}, ()),
+        ("job.max_tokens 64 or 128", {"job.max_tokens": (64, 128)}, ()),
+        ("Is Qwen3-1.7B better than Qwen3-0.6B?", {"model": ("0.6B", "1.7B")}, ("qwen3",)),
+    ],
+)
+def test_a_number_is_a_level_or_named(
+    topic: str, levels: dict[str, tuple[Value, ...]], unread: tuple[str, ...]
+) -> None:
+    question = read_topic(topic)
+    assert {one.factor: {*one.levels} for one in question.varied} == {name: {*own} for name, own in levels.items()}
+    assert question.unread == unread
+
+
+def test_the_reading_of_an_interaction_says_that_ends_are_compared() -> None:
+    reading = read_topic("Group sizes 2, 4 and 16 × learning rates 1e-6, 1e-5").reading()
+    assert "job.group_size (2 and 16, the ends of 2, 4, 16) × job.optimizer.lr (1e-06, 1e-05);" in reading
 
 
 def test_every_setting_of_a_job_is_a_factor() -> None:
@@ -123,6 +176,13 @@ def test_a_question_becomes_arms(subject: Subject, topic: str, levels: list[str]
     assert [dict(arm.changes) for arm in space.arms.values()] == arms
 
 
+def test_arms_whose_names_would_be_equal_are_all_planned(subject: Subject) -> None:
+    folder = "a_folder_with_a_very_long_name_of_its_own"
+    levels = given_levels([f"agent={folder}/team.py:{name}" for name in ("one", "two", "one")])
+    arms = space_of(read_topic("Is the critic role worth it?"), levels, subject).arms
+    assert [arm.agent[-3:] for arm in arms.values()] == ["one", "two"]
+
+
 def test_levels_may_be_agents(subject: Subject) -> None:
     levels = given_levels(["agent=agent.py:agent", "agent=agent.py:other"])
     study = plan(
@@ -142,6 +202,7 @@ def test_levels_may_be_agents(subject: Subject) -> None:
         ("Does the KL penalty matter?", ["job.recipe.kl_coef=1"], "two levels or more"),
         ("Group size 4 or 6", [], "64 is no multiple of it"),
         ("How many tasks are enough?", ["tasks.number=2/3", "tasks.number=4"], "give a number, a share"),
+        ("Are 16 tasks enough, or 800 training tasks?", [], "tasks.number = 800: there are 32 training tasks"),
         ("Why does it not learn?", [], "agentjet research start"),
         ("Does my agent survive noisy tools?", [], "agentjet eval"),
         ("Longer answers at equal tokens", [], "measured in a campaign only"),
@@ -245,6 +306,7 @@ OPEN = "not decided, +0.1 (-0.1 to +0.3); more than 1000 seeds an arm would be n
         ("refuted", (-0.3, -0.4, -0.2), "no, the opposite, -0.3 (-0.4 to -0.2)."),
         ("practically_equivalent", (0.01, -0.05, 0.07), "no difference within ± 0.1, +0.01 (-0.05 to +0.07)."),
         ("inconclusive", (0.2, 0.0, 0.4), "not decided, +0.2 (+0 to +0.4); about 12 more seeds an arm would."),
+        ("inconclusive", (0.2, 0.2, 0.2), "not decided, +0.2 (+0.2 to +0.2); more seeds alone would not decide it: r."),
         ("inconclusive", (0.1, -0.1, 0.3), f"{OPEN} large as matters."),
     ],
 )
@@ -270,3 +332,4 @@ def test_the_answer_of_a_dose_and_of_a_trade_off() -> None:
         both[1].id: Finding(both[1].id, "refuted", "r", -0.5, -0.6, -0.4, 0.95, seeds=4),
     }
     assert answer(trade, found)[0] == "b costs less without a loss of score."
+    assert answer(trade, found)[2] == "T: no, the opposite, -0.5 (-0.6 to -0.4) in logarithms, which is -39%."

@@ -41,6 +41,7 @@ from agentjet.research.models import (
 from agentjet.research.plan import METRIC, PlanPart, Space, SpaceArm
 
 Form = Literal["compare", "dose_response", "interaction", "scaling", "diagnose", "robustness", "trade_off"]
+LONGEST_TOPIC = 1000
 SHARE = 0.1
 """The smallest change of tokens and seconds that matters."""
 
@@ -69,9 +70,7 @@ class Question(PlanPart):
 
     def reading(self) -> str:
         """Returns the sentence by which a person sees how the topic was read."""
-        shown = [
-            f"{one.factor} ({', '.join(map(shown_level, one.levels)) or 'levels to be given'})" for one in self.varied
-        ]
+        shown = [f"{one.factor} ({_shown_levels(one.levels, self.form)})" for one in self.varied]
         measured = " and ".join(self.metrics)
         equal = "" if any(one.factor == "steps" for one in self.varied) else f", at equal {self.equal}"
         read = f"{WORDS_OF_FORMS[self.form].format(' × '.join(shown))}; measured: {measured}{equal}"
@@ -177,6 +176,8 @@ class Read(NamedTuple):
     factor: Factor
     at: int
     """Place of its first word."""
+    last: int
+    """Place of its last word."""
     level: Value | None = None
     is_time: bool = False
     """True if it names a time of the question, such as "after RL"."""
@@ -187,24 +188,35 @@ def read_topic(topic: str) -> Question:
     words = _words(topic)
     if not words:
         raise ConfigError("the topic is empty: give the question, such as 'Does a KL penalty help?'")
+    if len(topic) > LONGEST_TOPIC:
+        raise ConfigError(f"the topic has {len(topic)} characters: give a question of at most {LONGEST_TOPIC}")
     text = f" {' '.join(words)} "
     amount = _pattern("amounts").search(text)
+    amounts = {EQUAL[next(filter(None, found.groups()))] for found in _pattern("amounts").finditer(text)}
+    if len(amounts) > 1:
+        raise ConfigError(f"the topic {topic!r} holds {' and '.join(sorted(amounts))} equal: keep one of them")
     known, used = _named([*words] if amount is None else _without(words, text, amount))
     for one in known:
         if one.factor.refused:
             raise ConfigError(f"the topic {topic!r} asks about {one.factor.name}: {one.factor.refused}")
-    equal = EQUAL[next(filter(None, amount.groups()))] if amount else "episodes"
+    equal = next(iter(amounts), "episodes")
     form: Form = next((form for form in _table()["cues"] if _pattern("cues", form).search(text)), "compare")
-    unread = tuple(dict.fromkeys(word for word in _unread(words, used, text) if word not in _fillers()))
+    unread = list(dict.fromkeys(word for word in _unread(words, used, text) if word not in _fillers()))
     if form == "robustness" and {one.factor.name for one in known} <= {"agent", "prompt", "steps"}:
-        known = [Read(factors()["world"], 0)]
+        known = [Read(factors()["world"], 0, 0)]
     if form not in ("interaction", "scaling", "dose_response") or len(known) > 1:
         known = [one for one in known if not (one.is_time and form != "interaction")]
     if not known and form != "diagnose":
         raise ConfigError(_not_understood(topic, unread))
-    numbers = _numbers(words) if form != "diagnose" else []
     if any(one.factor.name == "world" for one in known):  # Its policy is trained in any case.
         known = [one for one in known if one.factor.name not in ("steps", "agent", "prompt")]
+    has_levels = form != "diagnose" and any(one.factor.ordered and one.level is None for one in known)
+    if has_levels and (odd := ODD_NUMBER.search(topic.lower().replace("−", "-"))):
+        raise ConfigError(
+            f"the topic {topic!r} has {odd[0].strip()!r}, which is no plain number: write numbers such as 0.05, 1e-5 "
+            "or 4000, with a blank between them; shares of the tasks are given by --level tasks.number=1/4"
+        )
+    numbers, left_out = _numbers(words, known, used) if form != "diagnose" else ([], [])
     metrics = _metrics(" ".join(word for at, word in enumerate(words) if at not in used), form, known)
     if len(metrics) > 1 and form not in ("diagnose", "interaction"):
         form = "trade_off"
@@ -213,7 +225,8 @@ def read_topic(topic: str) -> Question:
     varied = _varied(known, numbers, form)
     metrics = metrics if form == "trade_off" else metrics[-1:]
     needs = {one.factor.name: one.factor.needs for one in known if one.factor.needs}
-    asked = Question(topic=topic, form=form, varied=varied, metrics=metrics, equal=equal, needs=needs, unread=unread)
+    named = tuple(dict.fromkeys((*unread, *left_out)))
+    asked = Question(topic=topic, form=form, varied=varied, metrics=metrics, equal=equal, needs=needs, unread=named)
     return asked if form != "diagnose" else asked.model_copy(update={"metrics": ("score",), "needs": {}})
 
 
@@ -223,11 +236,23 @@ def _fillers() -> frozenset[str]:
     return frozenset(_words(_table()["fillers"]))
 
 
+WORD = re.compile(r"\d+(?:\.\d+)?b\b|\d+(?:\.\d+)?(?:e[+-]?\d+)?|[^\W\d_][\w+-]*")
+ODD_NUMBER = re.compile(
+    r"[\d.]+\s?(?:%|percent\b|‰)|[\d.]*\d[kmx]\b"  # Units.
+    r"|\S*\d(?:\^|\*\*|\s?[·×*⋅]\s?10\b)\S*"  # Powers.
+    r"|(?<![\d/.,])\d+[/,]\d+(?![\d/.,e])|\b\d{1,3}(?:,\d{3})+(?![\d,])"  # One or two?
+    r"|(?<![\d.])\.\d+|\d+\.\d+\.\d+|\d['_]\d+|(?<![\w.+-])0\d+|(?<![\w.)])-\d[\w.-]*|\d+e\+?\d{3,}",
+    re.ASCII,
+)
+"""Numbers with a unit, a power or a sign, and those that could be two."""
+
+
 def _words(topic: str) -> list[str]:
     """Returns the words in lower case and in the singular."""
     plain = re.sub(r"(?<=[a-z])[-/](?=[a-z])", " ", topic.lower().replace("×", " x ").replace("'s", ""))
-    plain = plain.replace("dr. ", "dr ")
-    return [_stem(word) for word in re.findall(r"\d+(?:\.\d+)?b\b|\d+(?:\.\d+)?(?:e-?\d+)?|[a-z][a-z0-9_+-]*", plain)]
+    plain = re.sub(r"\b(?:job|model)\.(?:[a-z]+\.)*(?=[a-z])|_", " ", plain)
+    plain = re.sub(r"-(?=\d+(?:\.\d+)?b\b)", " ", plain.replace("dr. ", "dr "))
+    return [_stem(word) for word in WORD.findall(plain)]
 
 
 def _stem(word: str) -> str:
@@ -264,11 +289,11 @@ def _named(words: Sequence[str]) -> tuple[list[Read], set[int]]:
             own = {*places[at : at + len(phrase)]}
             if plain[at : at + len(phrase)] == phrase and not own & used:
                 used |= own
-                found.append(Read(factor, places[at], level, is_time=phrase[0] == "after"))
+                found.append(Read(factor, min(own), max(own), level, is_time=phrase[0] == "after"))
     for at, word in enumerate(words):
         if re.fullmatch(r"\d+(?:\.\d+)?b", word):
             used.add(at)
-            found.append(Read(factors()["model"], at, word.upper()))
+            found.append(Read(factors()["model"], at, at, word.upper()))
     known = [one for one in found if one.factor.name != "nothing"]
     return sorted(known, key=lambda one: one.at), used
 
@@ -279,34 +304,74 @@ def _without(words: Sequence[str], text: str, found: re.Match[str]) -> list[str]
     return [" " if first <= at < last else word for at, word in enumerate(words)]
 
 
-def _numbers(words: Sequence[str]) -> list[tuple[int, int | float]]:
-    """Returns the numbers of a topic with their places."""
-    found: list[tuple[int, int | float]] = []
+def _numbers(
+    words: Sequence[str], known: Sequence[Read], used: set[int]
+) -> tuple[list[tuple[str, int | float]], list[str]]:
+    """Returns the levels among the numbers of a topic, each with its factor, and the other numbers in words.
+
+    Numbers in a row belong to the factor with an order that they stand before (`4 epochs`), else to the nearest one
+    that they follow, else to the next. Amounts of other things (`20 steps`, `3 times`) are left out.
+    """
+    ordered = [one for one in known if one.factor.ordered and one.level is None]
+    found: list[tuple[str, int | float]] = []
+    left_out: list[str] = []
+    for row in _rows(words):
+        at, number = row[0][0], row[-1][0]
+        after = words[number + 1] if number + 1 < len(words) else ""
+        nearest = min(ordered, key=lambda one: _distance(one, at, number), default=None)
+        is_other = after in UNITS and number + 1 not in used and nearest and not _is_unit(after, nearest.factor)
+        if nearest is None or is_other or after in RELATIVE:
+            left_out += [
+                f"{words[place]} {after}" if after in (*UNITS, *RELATIVE) else words[place] for place, _ in row
+            ]
+        else:
+            found += [(nearest.factor.name, value) for _, value in row]
+    return found, left_out
+
+
+UNITS = ("step", "batch", "episode", "task", "token", "turn", "epoch", "run", "gpu", "hour", "minute", "second", "day")
+RELATIVE = ("time", "fold", "more", "fewer")
+
+
+def _distance(one: Read, first: int, last: int) -> tuple[bool, int]:
+    """Returns what is smallest for the factor that owns the numbers from one place to another."""
+    return one.at > last + 1, one.at - last - 1 if one.at > last else max(0, first - one.last)
+
+
+def _is_unit(word: str, factor: Factor) -> bool:
+    return any(word in _words(phrase.replace("_", " ")) for phrase in (factor.name.replace(".", " "), *factor.words))
+
+
+def _rows(words: Sequence[str]) -> Iterator[list[tuple[int, int | float]]]:
+    """Yields the numbers of a topic with their places, those in a row together."""
+    row: list[tuple[int, int | float]] = []
     for at, word in enumerate(words):
         before = words[at - 1] if at else ""
         if (word == "one" and before not in ("than", "or", "of", "and", "to")) or (word == "two" and before == "the"):
             continue  # A pronoun.
-        if word in _table()["numbers"]:
-            found.append((at, _table()["numbers"][word]))
-        elif word[0].isdigit() and not word.endswith("b"):
-            found.append((at, int(word) if word.isdigit() else float(word)))
-    return found
+        is_plain = word[0].isdigit() and not word.endswith("b")
+        if not is_plain and word not in _table()["numbers"]:
+            continue
+        if row and any(between not in ("and", "or", "to") for between in words[row[-1][0] + 1 : at]):
+            yield row
+            row = []
+        row.append((at, _table()["numbers"].get(word) or (int(word) if word.isdigit() else float(word))))
+    if row:
+        yield row
 
 
-def _varied(known: Sequence[Read], numbers: Sequence[tuple[int, int | float]], form: Form) -> tuple[Varied, ...]:
-    """Returns the factors with the levels that the topic names, or their usual ones. A number belongs to the nearest
-    factor with an order.
-    """
-    ordered = [one for one in known if one.factor.ordered and one.level is None]
+def _varied(known: Sequence[Read], numbers: Sequence[tuple[str, int | float]], form: Form) -> tuple[Varied, ...]:
+    """Returns the factors with the levels that the topic names, or their usual ones."""
     names = dict.fromkeys(one.factor.name for one in known if one.factor.name not in ("teacher", "own_recipe"))
     levels: dict[str, list[Value]] = {name: [] for name in names}
     for one in known:
         if one.level is not None and one.level not in levels[one.factor.name]:
             levels[one.factor.name].append(one.level)
-    for at, number in numbers:
-        if ordered:
-            nearest = min(ordered, key=lambda one: abs(one.at - at))
-            levels[nearest.factor.name].append(number)
+    for name, number in numbers:
+        if number not in levels[name]:
+            levels[name].append(number)
+        elif len(levels[name]) == 1:
+            raise ConfigError(f"{name} = {shown_level(number)} is named twice: name two different levels, or one")
     if any(one.factor.name == "own_recipe" for one in known):
         levels.setdefault("job.recipe", [registry.DEFAULT])
     elif (recipes := levels.get("job.recipe")) is not None and (len(recipes) < 2 or registry.DEFAULT in recipes):
@@ -321,8 +386,8 @@ def _compared(factor: Factor, own: list[Value], form: Form) -> tuple[Value, ...]
         return tuple(own)
     if len(own) > 1:
         return tuple(sorted(own, key=_order))
-    if len(own) == 1 and own[0] not in usual:
-        return (*usual[:1], own[0])
+    if len(own) == 1 and (own[0] not in usual or form == "interaction"):  # Of an interaction the ends are compared.
+        return (*[level for level in usual if level != own[0]][:1], own[0])
     if form == "dose_response" and len(usual) == 2 and isinstance(usual[1], float) and usual[0] == 0:
         return 0.0, usual[1] / 10, usual[1], usual[1] * 10
     return usual
@@ -398,6 +463,13 @@ def _not_understood(topic: str, unread: Sequence[str]) -> str:
     return f"the topic {topic!r} was not understood: {what}. Near ones are {questions}"
 
 
+def _shown_levels(levels: Sequence[Value], form: Form) -> str:
+    shown = [*map(shown_level, levels)]
+    if form == "interaction" and len(shown) > 2:
+        return f"{shown[0]} and {shown[-1]}, the ends of {', '.join(shown)}"
+    return ", ".join(shown) or "levels to be given"
+
+
 def shown_level(level: Value) -> str:
     if isinstance(level, bool):
         return "on" if level else "off"
@@ -431,8 +503,11 @@ def space_of(question: Question, given: Mapping[str, Sequence[Value]], subject: 
         levels = {name: (own[0], own[-1]) for name, own in levels.items()}
     chosen = [dict(zip(levels, values, strict=True)) for values in product(*levels.values())]
     refuse(len(chosen) > MOST_ARMS, f"{len(chosen)} arms: give fewer levels (--level), so that there are {MOST_ARMS}")
-    arms = {_arm_name(one): _arm(one, question, given, subject) for one in chosen}
-    claims = tuple(_claims(question, list(arms), chosen))
+    names = [_arm_name(one) for one in chosen]
+    if len({*names}) < len(names):
+        names = [f"{name[:36]} {number}" for number, name in enumerate(names, 1)]
+    arms = {name: _arm(one, question, given, subject) for name, one in zip(names, chosen, strict=True)}
+    claims = tuple(_claims(question, names, chosen))
     return Space(arms=arms, hypotheses=claims, metric=METRICS_IN_WORDS[question.metrics[0]])
 
 
@@ -478,6 +553,7 @@ def _levels(
         raise ConfigError(
             f"{question.topic!r}: arms of a study cannot differ in {name} yet: compare separate runs by hand"
         )
+    own = tuple(dict.fromkeys(own))
     refuse(len(own) < 2, f"{name}: two levels or more are compared: --level {name}=VALUE, two or more times")
     if "easy_first" in own or "hard_first" in own:
         raise ConfigError(
@@ -528,6 +604,7 @@ def _number_of_tasks(level: Value, subject: Subject) -> int:
         return every
     number = every // int(text[2:]) if re.fullmatch(r"1/[1-9]\d*", text) else int(text) if text.isdigit() else 0
     refuse(number < 1, f"tasks.number = {level!r}: give a number, a share such as 1/4, or all")
+    refuse(number > every, f"tasks.number = {level!r}: there are {every} training tasks")
     return number
 
 
@@ -615,7 +692,8 @@ def _sentence(study: Study, claim: Hypothesis, found: Finding) -> str:
     if found.estimate is None or found.low is None or found.high is None:
         return f"{text}: not decided, because {found.reason}."
     size = f"{found.estimate:+.3g} ({found.low:+.3g} to {found.high:+.3g})"
-    size += " in logarithms, so about that share" if claim.metric != "score" else ""
+    if claim.metric != "score":
+        size += f" in logarithms, which is {np.expm1(found.estimate):+.0%}"
     match found.verdict:
         case "supported":
             return f"{text}: yes, {size}."
@@ -633,4 +711,6 @@ def _more_seeds(found: Finding, matters: float) -> str:
     wanted = found.seeds * (half / away) ** 2 if away else np.inf
     if not wanted < MANY_MORE:
         return f"more than {MANY_MORE} seeds an arm would be needed, because the effect is about as large as matters"
-    return f"about {max(1, int(np.ceil(wanted)) - found.seeds)} more seeds an arm would"
+    if wanted <= found.seeds:
+        return f"more seeds alone would not decide it: {found.reason}"
+    return f"about {int(np.ceil(wanted)) - found.seeds} more seeds an arm would"

@@ -196,6 +196,8 @@ def test_the_judge_is_locked(repo: SubjectRepo) -> None:
         ),
         ("steps = 12", "steps =", r"subject\.toml: .*line 6"),
         ("steps = 12", "steps = 12\nbest = 0", r"worst = 0, best = 0: give the lowest and the highest score"),
+        ("steps = 12", "steps = 12\nbest = inf", r"best = inf: give a finite number"),
+        ("optimizer.lr = 0.01", "optimizer.lr = nan", r"job\.optimizer\.lr = nan: give a finite number"),
         ("steps = 12", "steps = 12\nfloor = -1", r"floor = -1 is outside of the judge's scale, worst = 0, best = 1"),
         ("steps = 12", 'steps = 12\nshown = ["answer"]', r"\['answer'\] is hidden and shown"),
         ("steps = 12", 'steps = 12\nshown = ["qestion"]', r"no held-out task has 'qestion'.*did you mean question"),

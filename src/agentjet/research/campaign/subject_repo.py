@@ -13,6 +13,7 @@ do not apply or import, change nothing, or touch the judge's part.
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -98,6 +99,9 @@ def parse_subject(text: str, name: str) -> Subject:
             raise ConfigError(f"{key}: is required; add a line such as {key} = {REQUIRED[key]!r}")
         if isinstance(content.get("settings"), dict):
             content["settings"] = dict(leaves(content["settings"]))
+        numbers = {**content, **content["settings"]} if isinstance(content.get("settings"), dict) else content
+        for key, value in numbers.items():
+            refuse(isinstance(value, float) and not math.isfinite(value), f"{key} = {value}: give a finite number")
         if isinstance(content.get("steps"), int):
             content.setdefault("evaluations", max(1, min(4, content["steps"])))
         content.setdefault("floor", content.get("worst", 0.0))
