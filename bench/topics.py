@@ -31,7 +31,7 @@ from agentjet.research.journal import StudyLog
 from agentjet.research.models import Hypothesis, Outcome, Setting, Study, Subject, Verdict
 from agentjet.research.plan import plan
 from agentjet.research.scheduler import conduct
-from agentjet.research.topic import Question, read_topic, space_of
+from agentjet.research.topic import StudyQuestion, read_topic, space_of
 from tests.research.world import Formula
 
 CASES = Path(__file__).parent / "cases" / "topics.toml"
@@ -54,7 +54,7 @@ def judged(topic: dict[str, Any]) -> tuple[Result, str]:
     return "as_asked" if is_plan(question, topic) else wrong, question.reading()
 
 
-def is_plan(question: Question, topic: dict[str, Any]) -> bool:
+def is_plan(question: StudyQuestion, topic: dict[str, Any]) -> bool:
     if "refused" in topic or question.form != topic["form"]:
         return False
     levels = {one.factor: {*one.levels} for one in question.varied}

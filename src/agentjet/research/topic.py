@@ -53,7 +53,7 @@ class Varied(PlanPart):
     levels: tuple[Value, ...] = ()
 
 
-class Question(PlanPart):
+class StudyQuestion(PlanPart):
     """A question whose answer a study can be planned for."""
 
     topic: str
@@ -183,7 +183,7 @@ class Read(NamedTuple):
     """True if it names a time of the question, such as "after RL"."""
 
 
-def read_topic(topic: str) -> Question:
+def read_topic(topic: str) -> StudyQuestion:
     """Reads a topic. Raises `ConfigError` for one that no study can answer, or that was not understood."""
     words = _words(topic)
     if not words:
@@ -226,7 +226,9 @@ def read_topic(topic: str) -> Question:
     metrics = metrics if form == "trade_off" else metrics[-1:]
     needs = {one.factor.name: one.factor.needs for one in known if one.factor.needs}
     named = tuple(dict.fromkeys((*unread, *left_out)))
-    asked = Question(topic=topic, form=form, varied=varied, metrics=metrics, equal=equal, needs=needs, unread=named)
+    asked = StudyQuestion(
+        topic=topic, form=form, varied=varied, metrics=metrics, equal=equal, needs=needs, unread=named
+    )
     return asked if form != "diagnose" else asked.model_copy(update={"metrics": ("score",), "needs": {}})
 
 
@@ -479,7 +481,7 @@ def shown_level(level: Value) -> str:
 # ---- from a question to arms and claims ------------------------------------------------------------------------------
 
 
-def space_of(question: Question, given: Mapping[str, Sequence[Value]], subject: Subject) -> Space:
+def space_of(question: StudyQuestion, given: Mapping[str, Sequence[Value]], subject: Subject) -> Space:
     """Returns the arms and claims by which a question is answered. `given` are levels by factor, which replace those of
     the question. Raises `ConfigError` if a person must give something first, and for a question that no study answers.
     """
@@ -543,7 +545,7 @@ def given_levels(options: Sequence[str]) -> dict[str, list[Value]]:
 
 
 def _levels(
-    one: Varied, given: Mapping[str, Sequence[Value]], question: Question, subject: Subject
+    one: Varied, given: Mapping[str, Sequence[Value]], question: StudyQuestion, subject: Subject
 ) -> tuple[Value, ...]:
     """Returns the levels of a factor that are compared, in their order."""
     name, own = one.factor, tuple(given.get(one.factor, one.levels))
@@ -574,7 +576,7 @@ def _arm_name(levels: Setting) -> str:
     return re.sub(r"[^\w .+-]+", "-", text)[:40].strip()
 
 
-def _arm(levels: Setting, question: Question, given: Mapping[str, Sequence[Value]], subject: Subject) -> SpaceArm:
+def _arm(levels: Setting, question: StudyQuestion, given: Mapping[str, Sequence[Value]], subject: Subject) -> SpaceArm:
     """Returns an arm with one level of each factor. With equal episodes a larger group means fewer groups
     in a batch, and larger batches mean fewer of them.
     """
@@ -608,7 +610,7 @@ def _number_of_tasks(level: Value, subject: Subject) -> int:
     return number
 
 
-def _claims(question: Question, arms: Sequence[str], levels: Sequence[Setting]) -> Iterator[Hypothesis]:
+def _claims(question: StudyQuestion, arms: Sequence[str], levels: Sequence[Setting]) -> Iterator[Hypothesis]:
     first, last = arms[0], arms[-1]
     primary = question.metrics[0]
     sesoi = 0.0 if primary == "score" else SHARE
