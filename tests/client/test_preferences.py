@@ -77,13 +77,13 @@ def test_a_labelled_answer_has_that_of_another_prompt(tmp_path: Path) -> None:
 
 
 WRONG: list[tuple[str, dict[str, Any] | None, str]] = [
-    ("dpo", {"messages": [ASKED], "chosen": "5"}, "w.jsonl:1: rejected is missing: a preference is an object"),
+    ("dpo", {"messages": [ASKED], "chosen": "5"}, "w.jsonl:1: it lacks rejected: a preference is an object"),
     ("dpo", {"chosen": "5", "rejected": "6"}, "w.jsonl:1: there is no prompt"),
     ("dpo", {"messages": [ASKED], "chosen": "5", "rejected": "5"}, "chosen and rejected are equal"),
     ("dpo", {"messages": [ASKED], "chosen": 5, "rejected": "6"}, "w.jsonl:1: chosen is text, a message or"),
     ("dpo", {"messages": [], "chosen": "5", "rejected": "6"}, "w.jsonl:1: messages is text, a message or"),
     ("dpo", {"chosen": [ASKED, answer("5")], "rejected": [SYSTEM, answer("6")]}, "do not begin with the same prompt"),
-    ("kto", {"messages": [ASKED], "completion": "5"}, "w.jsonl:1: label is missing: an answer is an object"),
+    ("kto", {"messages": [ASKED], "completion": "5"}, "w.jsonl:1: it lacks label: an answer is an object"),
     ("kto", {"messages": [ASKED], "completion": "5", "label": "yes"}, "label = 'yes'"),
     ("kto", {"completion": "5", "label": True}, "w.jsonl:1: there is no prompt"),
     ("kto", {"messages": [ASKED], "completion": "5", "label": True}, "give two lines or more"),

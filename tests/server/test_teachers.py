@@ -445,7 +445,7 @@ async def test_the_key_of_the_environment(tmp_path: Path, monkeypatch: pytest.Mo
     async with endpoint(key="another") as fake:
         run = running(tmp_path / "e", job=of(fake), wait_ready=False)
         async with run as started:
-            with pytest.raises(ConfigError, match="HTTP 401 .*Bearer …") as caught:
+            with pytest.raises(ConfigError, match=r"HTTP 401 .*Bearer …") as caught:
                 await started.gateway.engine.wait_until_up()
     assert "sesame-open" not in caplog.text + str(caught.value), "the endpoint repeats the key"
 

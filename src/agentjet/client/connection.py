@@ -29,6 +29,7 @@ import threading
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping, MutableMapping
+from contextlib import aclosing
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -465,9 +466,10 @@ class Connection:
                     if not response.headers.get("Content-Type", "").startswith("text/event-stream"):
                         raise ForeignAnswer(response)
                     self._answered = is_open = True
-                    async for event in _parse_events(response):
-                        attempt, after = 0, event.seq
-                        yield event
+                    async with aclosing(_parse_events(response)) as parsed:
+                        async for event in parsed:
+                            attempt, after = 0, event.seq
+                            yield event
                 answered, delay = retry.clock(), retry.delay(attempt)
             except Later as error:
                 answered, delay = retry.clock(), max(error.retry_after, retry.delay(attempt))

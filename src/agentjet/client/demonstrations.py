@@ -144,7 +144,7 @@ def _check_keys(line: Any, keys: tuple[str, ...], form: str, task_id: str) -> No
     if not isinstance(line, Mapping):
         raise ValueError(f"{task_id}: {form}")
     if missing := [key for key in keys if key not in line]:
-        raise ValueError(f"{task_id}: {' and '.join(missing)} is missing: {form}")
+        raise ValueError(f"{task_id}: it lacks {' and '.join(missing)}: {form}")
 
 
 def _pair(line: Any, task_id: str) -> Example:
