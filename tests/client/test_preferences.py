@@ -72,7 +72,7 @@ def test_a_labelled_answer_has_that_of_another_prompt(tmp_path: Path) -> None:
         [("2?", "it is 2", 1), ("2?", "it is 1", None)],
     ]
     file.write_text("\n".join(json.dumps(labelled(1)) for _ in range(2)))
-    with pytest.raises(ConfigError, match="k.jsonl:1: kto compares .* two prompts or more"):
+    with pytest.raises(ConfigError, match=r"k.jsonl:1: kto compares .* two prompts or more"):
         read_demonstrations(file, "kto")
 
 

@@ -28,7 +28,7 @@ import ssl
 import threading
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping, MutableMapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, MutableMapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from itertools import pairwise
@@ -551,7 +551,7 @@ def _problem(response: httpx.Response) -> Problem:
         )
 
 
-async def _parse_events(response: httpx.Response) -> AsyncIterator[Event]:
+async def _parse_events(response: httpx.Response) -> AsyncGenerator[Event, None]:
     """Parses server-sent events whose data is one `Event` each. Comments (keep-alives) are skipped. Raises
     `ForeignAnswer`.
     """

@@ -77,8 +77,8 @@ class TeacherConnection(Connection):
         if isinstance(problem, ForeignAnswer):
             reason = "it answered with something else than JSON"
         return Unreachable(
-            f"no answer from the teacher at {redact(self.settings.url)} ({reason}): give the address of an OpenAI-compatible "
-            "endpoint, such as https://api.example.com/v1"
+            f"no answer from the teacher at {redact(self.settings.url)} ({reason}): give the address of an "
+            "OpenAI-compatible endpoint, such as https://api.example.com/v1"
         )
 
     def _error(self, response: httpx.Response) -> RequestError:

@@ -105,8 +105,8 @@ class Taught(PolicyGradient):
             )
         if any("@" in source.partition("://")[2].partition("/")[0] for source in sources):
             raise ValueError(
-                "teacher has a user or password in its URL, which would be stored with the job: leave them out, and give "
-                "the server a key in AGENTJET_TEACHER_KEY"
+                "teacher has a user or password in its URL, which would be stored with the job: leave them out, and "
+                "give the server a key in AGENTJET_TEACHER_KEY"
             )
         if sources == ("policy",) and not self.has_context:
             raise ValueError(
