@@ -25,6 +25,7 @@ SECRET_PATTERNS = (
     (re.compile(r"/k/[^/\s\"']+"), "/k/…"),
     (re.compile(r"(aj[ks])-[\w.~-]+"), r"\1-…"),
     (re.compile(r"(?i)(bearer\s+)[\w.~+/=-]{8,}"), r"\1…"),
+    (re.compile(r"(\w://)[^/\s\"'@]+@"), r"\1…@"),
 )
 
 

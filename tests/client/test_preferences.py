@@ -71,26 +71,30 @@ def test_a_labelled_answer_has_that_of_another_prompt(tmp_path: Path) -> None:
         [("1?", "it is 1", 0), ("1?", "it is 2", None)],
         [("2?", "it is 2", 1), ("2?", "it is 1", None)],
     ]
+    file.write_text("\n".join(json.dumps(labelled(1)) for _ in range(2)))
+    with pytest.raises(ConfigError, match=r"k.jsonl:1: kto compares .* two prompts or more"):
+        read_demonstrations(file, "kto")
 
 
-WRONG = [
-    ("dpo", {"messages": [ASKED], "chosen": "5"}, "w.jsonl:1: a preference is an object with chosen and rejected"),
+WRONG: list[tuple[str, dict[str, Any] | None, str]] = [
+    ("dpo", {"messages": [ASKED], "chosen": "5"}, "w.jsonl:1: it lacks rejected: a preference is an object"),
     ("dpo", {"chosen": "5", "rejected": "6"}, "w.jsonl:1: there is no prompt"),
     ("dpo", {"messages": [ASKED], "chosen": "5", "rejected": "5"}, "chosen and rejected are equal"),
     ("dpo", {"messages": [ASKED], "chosen": 5, "rejected": "6"}, "w.jsonl:1: chosen is text, a message or"),
     ("dpo", {"messages": [], "chosen": "5", "rejected": "6"}, "w.jsonl:1: messages is text, a message or"),
     ("dpo", {"chosen": [ASKED, answer("5")], "rejected": [SYSTEM, answer("6")]}, "do not begin with the same prompt"),
-    ("kto", {"messages": [ASKED], "completion": "5"}, "w.jsonl:1: an answer is an object with completion and label"),
+    ("kto", {"messages": [ASKED], "completion": "5"}, "w.jsonl:1: it lacks label: an answer is an object"),
     ("kto", {"messages": [ASKED], "completion": "5", "label": "yes"}, "label = 'yes'"),
     ("kto", {"completion": "5", "label": True}, "w.jsonl:1: there is no prompt"),
     ("kto", {"messages": [ASKED], "completion": "5", "label": True}, "give two lines or more"),
+    ("dpo", None, "w.jsonl:1: a preference is an object with chosen and rejected"),
     ("sft", pair(1), r"w.jsonl:1: .* need the recipe dpo \(--recipe dpo\)"),
     ("sft", labelled(1), r"need the recipe kto"),
 ]
 
 
 @pytest.mark.parametrize(("recipe", "line", "why"), WRONG)
-def test_a_wrong_line_is_named(tmp_path: Path, recipe: str, line: dict[str, Any], why: str) -> None:
+def test_a_wrong_line_is_named(tmp_path: Path, recipe: str, line: dict[str, Any] | None, why: str) -> None:
     file = tmp_path / "w.jsonl"
     file.write_text(json.dumps(line))
     with pytest.raises(ConfigError, match=why):

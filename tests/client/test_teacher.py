@@ -171,7 +171,12 @@ async def test_failures(tmp_path: Path, teacher: Scripted) -> None:
     unknown = {"error": {"message": "The model `strong` does not exist", "code": "model_not_found"}}
     cases: list[tuple[Answer, dict[str, Any], type[Exception], str]] = [
         (lambda body: (401, refused), {}, TeacherFailed, r"answered 401: Incorrect API key provided: \*\*\*"),
-        (lambda body: (404, unknown), {}, TeacherFailed, "answered 404: The model `strong` does not exist"),
+        (
+            lambda body: (404, unknown),
+            {},
+            TeacherFailed,
+            r"answered 404: The model `strong` does not exist \(check the address",
+        ),
         (lambda body: (400, {"error": "max_tokens"}), {}, AgentFailing, "answered 400: max_tokens"),
         (lambda body: (503, {}), {}, AgentFailing, "answered 503"),
         (lambda body: (200, {"choices": 1}), {}, AgentFailing, "answered without choices"),

@@ -265,6 +265,7 @@ def test_teachers(
         ({"name": "opsd", "teacher": "policy", "template": ""}, "so it teaches nothing"),
         ({"name": "distill", "teacher": ["/a", "/b"]}, "give one folder, 'policy' or 'reference', or a list of URLs"),
         ({"name": "kdrl", "teacher": []}, "give one folder"),
+        ({"name": "distill", "teacher": "http://me:key@host/v1"}, "give the server a key in AGENTJET_TEACHER_KEY"),
         ({"name": "sdpo", "teacher": "http://a/v1"}, "an endpoint returns its own likely tokens"),
         ({"name": "sdpo", "teacher": "policy", "reference_every": 2}, "the recipe 'sdpo' reads no reference"),
         (

@@ -84,6 +84,10 @@ def test_the_rest_is_left_alone(text: str) -> None:
     assert redact(text) == text
 
 
+def test_a_password_in_a_url_is_left_out() -> None:
+    assert redact("GET http://me:key@host/v1?mail=a@b") == "GET http://…@host/v1?mail=a@b"
+
+
 @pytest.mark.anyio
 async def test_no_secret_in_what_a_server_logs_and_tells(tmp_path: Path) -> None:
     """Through every route that receives a secret, including failing ones."""

@@ -279,7 +279,7 @@ class Fake:
 
     def answer(self, head: str, body: Any) -> tuple[int, Any]:
         if self.key and f"Bearer {self.key}" not in head:
-            return 401, {"error": "a key is missing"}
+            return 401, {"error": f"wrong key: {head[head.find('Bearer') :].strip()}"}
         if self.status != 200:
             return self.status, {"error": "out of order"}
         if body is None:
@@ -465,6 +465,12 @@ async def test_the_key_of_the_environment(tmp_path: Path, monkeypatch: pytest.Mo
         await run.batch()
         assert "sesame-open" not in caplog.text + json.dumps(job_body(run.gateway).job)
     assert fake.prompts
+    async with endpoint(key="another") as fake:
+        run = running(tmp_path / "e", job=of(fake), wait_ready=False)
+        async with run as started:
+            with pytest.raises(ConfigError, match=r"HTTP 401 .*Bearer …") as caught:
+                await started.gateway.engine.wait_until_up()
+    assert "sesame-open" not in caplog.text + str(caught.value), "the endpoint repeats the key"
 
 
 BROKEN: dict[str, tuple[Callable[[dict[str, Any], list[int]], Any], str]] = {

@@ -28,7 +28,8 @@ import ssl
 import threading
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping, MutableMapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, MutableMapping
+from contextlib import aclosing
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -465,9 +466,10 @@ class Connection:
                     if not response.headers.get("Content-Type", "").startswith("text/event-stream"):
                         raise ForeignAnswer(response)
                     self._answered = is_open = True
-                    async for event in _parse_events(response):
-                        attempt, after = 0, event.seq
-                        yield event
+                    async with aclosing(_parse_events(response)) as parsed:
+                        async for event in parsed:
+                            attempt, after = 0, event.seq
+                            yield event
                 answered, delay = retry.clock(), retry.delay(attempt)
             except Later as error:
                 answered, delay = retry.clock(), max(error.retry_after, retry.delay(attempt))
@@ -549,7 +551,7 @@ def _problem(response: httpx.Response) -> Problem:
         )
 
 
-async def _parse_events(response: httpx.Response) -> AsyncIterator[Event]:
+async def _parse_events(response: httpx.Response) -> AsyncGenerator[Event, None]:
     """Parses server-sent events whose data is one `Event` each. Comments (keep-alives) are skipped. Raises
     `ForeignAnswer`.
     """

@@ -140,9 +140,16 @@ class _Labelled(NamedTuple):
     is_good: bool
 
 
+def _check_keys(line: Any, keys: tuple[str, ...], form: str, task_id: str) -> None:
+    if not isinstance(line, Mapping):
+        raise ValueError(f"{task_id}: {form}")
+    if missing := [key for key in keys if key not in line]:
+        raise ValueError(f"{task_id}: it lacks {' and '.join(missing)}: {form}")
+
+
 def _pair(line: Any, task_id: str) -> Example:
-    if not isinstance(line, Mapping) or not {"chosen", "rejected"} <= line.keys():
-        raise ValueError(f"{task_id}: a preference is an object with chosen and rejected, such as {PAIR}")
+    form = f"a preference is an object with chosen and rejected, such as {PAIR}"
+    _check_keys(line, ("chosen", "rejected"), form, task_id)
     answers = [_messages(line[key], key, "assistant", task_id) for key in ("chosen", "rejected")]
     prompt = _prompt(line, task_id)
     if all(answer[0].get("role") != "assistant" for answer in answers):  # whole conversations
@@ -166,8 +173,8 @@ def _pair(line: Any, task_id: str) -> Example:
 
 
 def _labelled(line: Any, task_id: str) -> _Labelled:
-    if not isinstance(line, Mapping) or not {"completion", "label"} <= line.keys():
-        raise ValueError(f"{task_id}: an answer is an object with completion and label, such as {LABELLED}")
+    form = f"an answer is an object with completion and label, such as {LABELLED}"
+    _check_keys(line, ("completion", "label"), form, task_id)
     if line["label"] not in (True, False):
         raise ValueError(f"{task_id}: label = {line['label']!r:.40}: it is true for a good answer, or false")
     completion = _messages(line["completion"], "completion", "assistant", task_id)
@@ -178,14 +185,15 @@ def _labelled(line: Any, task_id: str) -> _Labelled:
 
 def _with_mismatched(lines: Sequence[_Labelled]) -> list[Example]:
     """Each line with its mismatched answer: that of the next line with another prompt."""
-    if len(lines) == 1:
+    if all(line.prompt == lines[0].prompt for line in lines):
         raise ValueError(
-            f"{lines[0].task_id}: kto compares an answer with those to other prompts: give two lines or more"
+            f"{lines[0].task_id}: kto compares an answer with those to other prompts, and there is no other: give two "
+            "lines or more, with two prompts or more"
         )
     found: list[Example] = []
     for number, line in enumerate(lines):
         after = [*lines[number + 1 :], *lines[:number]]
-        other = next((one for one in after if one.prompt != line.prompt), after[0])
+        other = next(one for one in after if one.prompt != line.prompt)
         answer = _answered(line.prompt, line.completion, line.tools, line.task_id)
         mismatched = _answered(line.prompt, other.completion, other.tools, f"{line.task_id}+{other.task_id}"[-250:])
         found.append((answer.model_copy(update={"reward": float(line.is_good)}), mismatched))

@@ -49,6 +49,7 @@ from agentjet.errors import (
     Unauthorized,
     Unavailable,
     Unreachable,
+    redact,
 )
 from agentjet.protocol import BeginRequest, refusal_of, status_of
 from agentjet.types import Task
@@ -76,8 +77,8 @@ class TeacherConnection(Connection):
         if isinstance(problem, ForeignAnswer):
             reason = "it answered with something else than JSON"
         return Unreachable(
-            f"no answer from the teacher at {self.settings.url} ({reason}): give the address of an OpenAI-compatible "
-            "endpoint, such as https://api.example.com/v1"
+            f"no answer from the teacher at {redact(self.settings.url)} ({reason}): give the address of an "
+            "OpenAI-compatible endpoint, such as https://api.example.com/v1"
         )
 
     def _error(self, response: httpx.Response) -> RequestError:
@@ -89,11 +90,13 @@ class TeacherConnection(Connection):
             text = response.text[:300] or response.reason_phrase
         if self.settings.token:
             text = text.replace(self.settings.token, "***")
-        text = f"the teacher at {self.settings.url} answered {status}: {text}"
+        text = f"the teacher at {redact(self.settings.url)} answered {status}: {text}"
         if status == 429 or status >= 500:
             return Unavailable(text, retry_after=float(wait) if wait.isdecimal() else 0.0)
         if status == 401:
             text += f" (give its key as an argument, or to a command in {TEACHER_KEY_VARIABLE})"
+        if status == 404:
+            text += " (check the address, which ends with /v1 at most endpoints, and the model's name)"
         return refusal_of(status)(text)
 
 

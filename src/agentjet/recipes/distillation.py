@@ -103,6 +103,11 @@ class Taught(PolicyGradient):
             raise ValueError(
                 f"teacher = {list(sources)}: give one folder, 'policy' or 'reference', or a list of URLs of endpoints"
             )
+        if any("@" in source.partition("://")[2].partition("/")[0] for source in sources):
+            raise ValueError(
+                "teacher has a user or password in its URL, which would be stored with the job: leave them out, and "
+                "give the server a key in AGENTJET_TEACHER_KEY"
+            )
         if sources == ("policy",) and not self.has_context:
             raise ValueError(
                 f"teacher = 'policy': {self.name!r} shows it what the policy sees, so it teaches nothing; set another "

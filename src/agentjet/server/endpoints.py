@@ -129,7 +129,9 @@ def check_settings(job: JobConfig, teaching: Teaching) -> None:
         except httpx.InvalidURL:
             is_url = False
         if not is_url:
-            raise ConfigError(f"{start} is not a URL: several teachers are replicas of one model, each with its URL")
+            raise ConfigError(
+                f"{start} is not a URL of an endpoint, such as http://127.0.0.1:8001; several are replicas of one model"
+            )
     if not teaching.model:
         raise ConfigError(f"{start}: an endpoint needs the name of its model: set job.recipe.teacher_model")
     if teaching.top_k and teaching.top_of == "policy":
@@ -267,7 +269,7 @@ class Endpoints:
         """Returns an answer with a good status. Raises `EndpointDown`, or `ConfigError` for a wrong setting."""
         if response.is_success:
             return response
-        text = f"HTTP {response.status_code} {beginning(response.text, 200)!r}"
+        text = f"HTTP {response.status_code} {_said(response, 200)!r}"
         if response.status_code in (401, 403, 404) and not self._is_patient:
             key = f"set {TEACHER_VARIABLE} in the server's environment"
             way_out = "check the URL" if response.status_code == 404 else key
@@ -295,7 +297,7 @@ class Endpoints:
         body = {"model": self._model, "prompt": prompt, "max_tokens": 1, "temperature": 1.0, **keys}
         response = await self._send(endpoint, "POST", "/completions", body)
         if response.status_code in (400, 413, 422):
-            text = beginning(response.text, 300)
+            text = _said(response, 300)
             if TOO_LONG.search(text) and endpoint.form:
                 return None
             raise NoLogprobs(f"HTTP {response.status_code} {text!r}")
@@ -306,13 +308,19 @@ class Endpoints:
             self._refuse(endpoint, str(error))
 
 
+def _said(response: httpx.Response, length: int) -> str:
+    """Returns the beginning of an answer, without the key: some endpoints repeat it."""
+    key = teacher_key()
+    return beginning(response.text.replace(key, "…") if key else response.text, length)
+
+
 def _json(response: httpx.Response) -> Any:
     try:
         found = response.json()
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
-        raise EndpointDown(f"its answer is not a JSON object: {beginning(response.text, 100)!r}")
+        raise EndpointDown(f"its answer is not a JSON object: {_said(response, 100)!r}")
     return found
 
 

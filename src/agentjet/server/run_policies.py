@@ -278,7 +278,7 @@ def check_model(job: JobConfig, model: ModelInfo) -> None:
     if not (folder / "config.json").exists():
         raise ConfigError(
             f"job.recipe.teacher = {teacher!r} is not the folder of a model on this machine: give "
-            "one, such as `agentjet export` writes"
+            "one, such as `agentjet export` writes, or the URL of an endpoint: http://… or https://…"
         )
     if _token_ids(folder) != _token_ids(Path(model.tokenizer_path)):
         raise ConfigError(
