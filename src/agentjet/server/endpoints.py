@@ -270,9 +270,9 @@ class Endpoints:
         if response.is_success:
             return response
         text = f"HTTP {response.status_code} {_said(response, 200)!r}"
-        if response.status_code in (401, 403, 404) and not self._is_patient:
-            key = f"set {TEACHER_VARIABLE} in the server's environment"
-            way_out = "check the URL" if response.status_code == 404 else key
+        is_elsewhere = response.status_code == 404 or response.is_redirect
+        if (is_elsewhere or response.status_code in (401, 403)) and not self._is_patient:
+            way_out = "check the URL" if is_elsewhere else f"set {TEACHER_VARIABLE} in the server's environment"
             self._refuse(endpoint, f"it answers {text}: {way_out}")
         raise EndpointDown(text)
 
@@ -396,11 +396,12 @@ def _echoed(choice: Any, prompt: Sequence[int]) -> list[Entry]:
 
 
 def _check_length(prompt: Sequence[int], num: int) -> None:
-    if num != len(prompt):
-        raise WrongTeacher(
-            f"it returned log-probabilities of {num} tokens for a prompt of {len(prompt)}: an endpoint must use token "
-            "ids unchanged"
-        )
+    """Raises `NoLogprobs` for an answer that is cut, `WrongTeacher` for one with more tokens."""
+    text = f"it returned log-probabilities of {num} tokens for a prompt of {len(prompt)}"
+    if num < len(prompt):
+        raise NoLogprobs(text)
+    if num > len(prompt):
+        raise WrongTeacher(f"{text}: an endpoint must use token ids unchanged")
 
 
 def _is_compared(renderer: Renderer, token: int, text: Any) -> bool:
