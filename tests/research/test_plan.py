@@ -1,5 +1,5 @@
 """1. A file describes any comparison. Its errors are named.
-2. Arms cannot differ in the model, or in settings that do not affect training.
+2. Arms cannot differ in settings that do not affect training. Their models are locked, too.
 3. The cost is that of the procedure. A plan beyond the budget is refused. The page shows all of this.
 """
 

@@ -217,6 +217,23 @@ def test_a_question_that_cannot_begin_says_what_is_missing(
         space_of(read_topic(topic), given_levels(levels), subject)
 
 
+def test_the_models_of_arms_are_locked(subject: Subject) -> None:
+    """A changed file of any model of a study is found before a run."""
+    for name in ("tiny", "small", "large"):
+        Path(name).mkdir()
+        Path(name, "config.json").write_text("{}")
+        Path(name, "weights").write_text(name)
+    question = read_topic("Does the gain grow with a larger model?")
+    space = space_of(question, {"model": ["./small", "./large"]}, subject)
+    study = plan("t", budget=100, subject=replace(subject, model="./tiny").with_hashes(), space=space)
+    assert study.subject is not None and study.subject.models == ("./small", "./large")
+    assert "models" not in subject.to_json()
+    study.subject.varied({"model": "./large"}).check_code()
+    Path("large", "weights").write_text("other")
+    with pytest.raises(ConfigError, match=r"subject\.model: large/weights changed"):
+        study.subject.check_code()
+
+
 def test_longer_runs_cost_more(subject: Subject) -> None:
     question = read_topic("How does the score scale with the steps: 20, 40, 80?")
     study = plan("t", budget=100, subject=subject, space=space_of(question, {}, subject))

@@ -177,6 +177,8 @@ class Subject(Record):
     """Episodes per held-out task in an evaluation."""
     concurrency: int = 32
     """Episodes at the same time."""
+    models: tuple[str, ...] = ()
+    """Base models of single arms, whose files are locked, too."""
     num_tasks: int = 0
     """Training tasks that a run uses: see `chosen_tasks`. 0: all."""
     task_order: str = ""
@@ -245,7 +247,18 @@ class Subject(Record):
     def to_json(self) -> dict[str, Any]:
         """Omits empty fields that older studies lack, so that ids and seeds of older studies do not change."""
         content = super().to_json()
-        omitted = ("files", "weights", "judged", "reward", "hidden", "readable", "shown", "num_tasks", "task_order")
+        omitted = (
+            "files",
+            "weights",
+            "judged",
+            "reward",
+            "hidden",
+            "readable",
+            "shown",
+            "models",
+            "num_tasks",
+            "task_order",
+        )
         for noted in omitted:
             if not content[noted]:
                 del content[noted]
@@ -255,10 +268,11 @@ class Subject(Record):
 
     def varied(self, setting: Setting) -> Subject:
         """Returns the subject of an arm: with what it sets of `OF_SUBJECT`."""
-        steps = int(number_of(setting, "steps", self.steps))
+        steps, model = int(number_of(setting, "steps", self.steps)), str(setting.get("model", self.model))
         return replace(
             self,
-            model=str(setting.get("model", self.model)),
+            model=model,
+            models=self.models if model == self.model else (*self.models, self.model),
             steps=steps,
             evaluations=min(self.evaluations, steps),
             num_tasks=int(number_of(setting, "tasks.number", self.num_tasks)),
@@ -268,7 +282,8 @@ class Subject(Record):
     def with_hashes(self) -> Subject:
         """Returns the subject with hashes of its code, tasks and model. Raises `ConfigError` for a missing file."""
         named = {self.agent, self.tasks, self.held_out, self.evaluator or self.agent, *self.agents.values()}
-        files, model = hashes_of(code_files(named)), {str(file): file for file in files_below(Path(self.model))}
+        folders = map(Path, dict.fromkeys((self.model, *self.models)))
+        files, model = hashes_of(code_files(named)), {str(file): file for one in folders for file in files_below(one)}
         return replace(self, code=digest_of(files), files=files, weights=hashes_of(model))
 
     def evaluator_hash(self) -> str:

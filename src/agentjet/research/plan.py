@@ -156,7 +156,8 @@ def plan(
     check_job(subject.settings)
     check_arms(arms, {"job.optimizer.total_steps": subject.steps, **subject.settings})
     agents = {name: str(folder / arm.agent) for name, arm in space.arms.items() if arm.agent}
-    subject = replace(subject, agents={**subject.agents, **agents})
+    models = tuple(dict.fromkeys(str(arm.changes["model"]) for arm in arms if "model" in arm.changes))
+    subject = replace(subject, agents={**subject.agents, **agents}, models=models)
     if subject.code:
         subject = subject.with_hashes()
         for name in agents:

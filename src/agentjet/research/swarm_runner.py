@@ -67,8 +67,8 @@ def check_changes(changes: Setting, *, of_all: bool = False) -> None:
     for name, value in changes.items():
         if name in MODEL:
             raise ConfigError(
-                f"{name} = {value!r}: all arms run the study's --model; plan another study for another model, in "
-                "another folder"
+                f"{name} = {value!r}: all arms run the study's --model; an arm with another base model has the change "
+                "model = 'ID', and further settings of models need another study, in another folder"
             )
         if name.startswith(OPERATION) and not of_all:
             raise ConfigError(

@@ -633,6 +633,8 @@ def _claims(question: StudyQuestion, arms: Sequence[str], levels: Sequence[Setti
             metric=primary,
             sesoi=sesoi,
         )
+        if len(arms) == 2:  # The only step is the slope.
+            return
     in_order = question.form in ("dose_response", "scaling")
     for number, arm in enumerate(arms[1:], 1):
         against = arms[number - 1] if in_order else first
