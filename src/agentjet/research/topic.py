@@ -67,6 +67,11 @@ class StudyQuestion(PlanPart):
     """Things that a person must give before the study can begin, by factor."""
     unread: tuple[str, ...] = ()
     """Words of the topic that played no part."""
+    patches: Mapping[str, str] = Field(default_factory=dict)
+    """By level of a factor that is code: the unified diff of the subject's files that makes it."""
+    expects: str = ""
+    refutes: str = ""
+    """What the author of the plan expects, and a result that would refute it. They decide nothing."""
 
     def reading(self) -> str:
         """Returns the sentence by which a person sees how the topic was read."""
