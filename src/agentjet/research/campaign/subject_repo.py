@@ -71,6 +71,8 @@ OPTIONAL = (
 )
 KEYS = (*REQUIRED, *OPTIONAL)
 """The keys of subject.toml, which are fields of `Subject`. Names of files are relative to its folder."""
+CODE = ("agent", "tasks", "reward", "deployed")
+"""Keys that name files of an arm."""
 ARM_KEYS = frozenset({"agent", "tasks", "reward", "concurrency", "settings"})
 """Keys that an intervention may change. The others are the judge's."""
 METRIC = "score of the judge on the held-out tasks, at the last step"
@@ -395,6 +397,9 @@ class SubjectRepo:
             if path not in before and (name in sys.stdlib_module_names or is_installed_module(name)):
                 raise Refused(f"{path}: {name!r} is the name of an installed module: choose another name")
         given = parse_subject(after.get(SUBJECT, b"").decode("utf-8", "replace"), SUBJECT)
+        for key in CODE:
+            if (named := getattr(given, key)) and (file := file_of(named)) not in after:
+                raise Refused(f"{key} = {named!r}: there is no file {file!r} in the subject's folder")
         for key in (key for key in KEYS if key not in keys):
             fixed, wanted = getattr(first, key), getattr(given, key)
             if fixed != wanted:
