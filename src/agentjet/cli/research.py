@@ -128,7 +128,7 @@ def report(
     from agentjet.research.campaign.report import build
     from agentjet.research.journal import StudyFolder
 
-    if (folder / STUDY).exists():
+    if not is_campaign(folder) or (folder / STUDY).exists():
         log = StudyFolder(folder).log()
         if check is None:
             typer.echo(studies.build(log, folder))
