@@ -506,6 +506,7 @@ def start(
     from agentjet.research.journal import StudyFolder
     from agentjet.research.models import Study
     from agentjet.research.report import plan_page
+    from agentjet.research.swarm_runner import check_arms
     from agentjet.research.topic import given_levels, read_topic
 
     if (out / NOTEBOOK).exists():
@@ -534,6 +535,8 @@ def start(
     question = replace(question, equal=asked_for.equal)
     plan = planned(question, asked_for, levels, repo)
     study = Study.from_json(plan["study"])
+    if servers.server:
+        check_arms(study)
     page = plan_page(study)
     write_plan(out, study, page)
     typer.echo(page)

@@ -217,6 +217,11 @@ def read_topic(topic: str) -> StudyQuestion:
         raise ConfigError(_not_understood(topic, unread))
     if any(one.factor.name == "world" for one in known):  # Its policy is trained in any case.
         known = [one for one in known if one.factor.name not in ("steps", "agent", "prompt")]
+    if form not in ("diagnose", "interaction") and len(parts := _questions(topic)) > 1:
+        raise ConfigError(
+            f"the topic asks {len(parts)} questions, {' and '.join(map(repr, parts))}: ask one at a time; or ask if "
+            "the effect of one depends on the other"
+        )
     has_levels = form != "diagnose" and any(one.factor.ordered and one.level is None for one in known)
     if has_levels and (odd := ODD_NUMBER.search(topic.lower().replace("−", "-"))):
         raise ConfigError(
@@ -237,6 +242,22 @@ def read_topic(topic: str) -> StudyQuestion:
         topic=topic, form=form, varied=varied, metrics=metrics, equal=equal, needs=needs, unread=named
     )
     return asked if form != "diagnose" else asked.model_copy(update={"metrics": ("score",), "needs": {}})
+
+
+CLAUSES = re.compile(
+    r"[?.;!]\s+|,?\s+(?:and|then)\s+(?=(?:which|how|does|do|should|is|are|can|test|check|what|whether|if)\b)",
+    re.IGNORECASE,
+)
+
+
+def _questions(topic: str) -> list[str]:
+    """Returns the clauses of a topic that are about different things."""
+    found: list[tuple[str, set[str]]] = []
+    for clause in filter(None, CLAUSES.split(topic)):
+        names = {one.factor.name for one in _named(_words(clause))[0] if not one.is_time}
+        if names and not any(names & known for _, known in found):
+            found.append((clause.strip(" ?.;!"), names))
+    return [clause for clause, _ in found]
 
 
 @cache
@@ -391,6 +412,8 @@ def _varied(known: Sequence[Read], numbers: Sequence[tuple[str, int | float]], f
 def _compared(factor: Factor, own: list[Value], form: Form) -> tuple[Value, ...]:
     """Returns the named levels if there are several, in their order, else the usual ones."""
     usual = factor.levels
+    if form == "interaction" and all(isinstance(level, int | float) for level in usual):
+        usual = tuple(sorted(usual, key=_order))
     if factor.name == "job.recipe":
         return tuple(own)
     if len(own) > 1:
