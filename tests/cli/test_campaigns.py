@@ -49,7 +49,11 @@ def research(*arguments: object) -> str:
         (["--agent-cli", "claude", "--agent-env", "NO_SUCH_VARIABLE"], "--agent-env NO_SUCH_VARIABLE"),
         (["--agent-cli", "'"], "quote it as a shell would"),
         (["--server", "http://127.0.0.1:9"], "1 --server and 0 --admin-token-file"),
-        (["--level", "steps=3"], "--level steps=3: the question is about causes, not about levels"),
+        (["--level", "steps=3"], "steps: the question is about causes, not about levels"),
+        (
+            ["--topic", "Is rloo better?", "--tune", "model=a"],
+            "--tune model=a: numbers of a setting of the job are tuned",
+        ),
         (["--topic", "Is rloo better?", "--budget", "20runs"], "start again with --yes to run this plan"),
         (
             [

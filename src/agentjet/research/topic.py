@@ -568,15 +568,15 @@ def arms_of(
     return arms, tuple(_claims(question, names, chosen))
 
 
-def given_levels(options: Sequence[str]) -> dict[str, list[Value]]:
-    """Reads levels that are given as `FACTOR=VALUE`. Raises `ConfigError`."""
+def given_levels(options: Sequence[str], named: str = "--level") -> dict[str, list[Value]]:
+    """Reads levels that are given as `FACTOR=VALUE` by the option `named`. Raises `ConfigError`."""
     found: dict[str, list[Value]] = {}
     for option in options:
         name, equals, text = option.partition("=")
-        refuse(not equals or not text, f"--level {option}: give FACTOR=VALUE, such as steps=80")
+        refuse(not equals or not text, f"{named} {option}: give FACTOR=VALUE, such as steps=80")
         if name not in factors():
             raise ConfigError(
-                f"--level {option}: {did_you_mean(name, factors(), 'there is no such factor', separator='.')}"
+                f"{named} {option}: {did_you_mean(name, factors(), 'there is no such factor', separator='.')}"
             )
         found.setdefault(name, []).append(parse_value(text))
     return found
