@@ -161,7 +161,7 @@ EQUAL: Mapping[str, Equal] = {
     "token": "tokens",
     "episode": "episodes",
     "step": "steps",
-    **dict.fromkeys(("second", "time", "hour", "minute"), "seconds"),
+    **dict.fromkeys(("second", "time", "hour", "minute", "wall clock"), "seconds"),
 }
 
 
@@ -209,8 +209,11 @@ def read_topic(topic: str) -> StudyQuestion:
     equal = next(iter(amounts), "episodes")
     form: Form = next((form for form in _table()["cues"] if _pattern("cues", form).search(text)), "compare")
     unread = list(dict.fromkeys(word for word in _unread(words, used, text) if word not in _fillers()))
-    if form == "robustness" and {one.factor.name for one in known} <= {"agent", "prompt", "steps"}:
+    if form == "robustness" and {one.factor.name for one in known} <= {"agent", "prompt", "steps", "tasks.order"}:
         known = [Read(factors()["world"], 0, 0)]
+    if form == "trade_off" and not known and "tokens" in _metrics(text, form, known):
+        known = [Read(factors()["job.recipe"], 0, 0, "alp")]
+    known += _choices_named(words, known, used)
     if form not in ("interaction", "scaling", "dose_response") or len(known) > 1:
         known = [one for one in known if not (one.is_time and form != "interaction")]
     if not known and form != "diagnose":
@@ -245,7 +248,7 @@ def read_topic(topic: str) -> StudyQuestion:
 
 
 CLAUSES = re.compile(
-    r"[?.;!]\s+|,?\s+(?:and|then)\s+(?=(?:which|how|does|do|should|is|are|can|test|check|what|whether|if)\b)",
+    r"(?<!e\.g)(?<!i\.e)(?<!\bvs)[?.;!]\s+|,?\s+(?:and|then)\s+(?=(?:which|how|does|do|should|is|are|can|test|check|what|whether|if)\b)",
     re.IGNORECASE,
 )
 
@@ -277,9 +280,20 @@ ODD_NUMBER = re.compile(
 """Numbers with a unit, a power or a sign, and those that could be two."""
 
 
+POWERS = r"\b(?:in )?powers? of (?:two|2)\b|\b(?:repeatedly )?doubl(?:ing|ed)(?: repeatedly)?\b"
+RANGE = re.compile(r"\b(\d+) (?:up )?to (\d+)\b", re.ASCII)
+
+
+def _doubled(first: int, last: int) -> str:
+    """The numbers from one to another, each twice the one before."""
+    return " ".join(str(first * 2**power) for power in range(MOST_ARMS) if first * 2**power <= last)
+
+
 def _words(topic: str) -> list[str]:
     """Returns the words in lower case and in the singular."""
     plain = re.sub(r"(?<=[a-z])[-/](?=[a-z])", " ", topic.lower().replace("×", " x ").replace("'s", ""))
+    if re.search(POWERS, plain):
+        plain = RANGE.sub(lambda found: _doubled(int(found[1]), int(found[2])), re.sub(POWERS, "", plain))
     plain = re.sub(r"\b(?:job|model)\.(?:[a-z]+\.)*(?=[a-z])|_", " ", plain)
     plain = re.sub(r"-(?=\d+(?:\.\d+)?b\b)", " ", plain.replace("dr. ", "dr "))
     return [_stem(word) for word in WORD.findall(plain)]
@@ -287,6 +301,18 @@ def _words(topic: str) -> list[str]:
 
 def _stem(word: str) -> str:
     return word[:-1] if len(word) > 3 and word.endswith("s") and not word.endswith(("ss", "us", "is")) else word
+
+
+def _choices_named(words: Sequence[str], known: Sequence[Read], used: set[int]) -> list[Read]:
+    """Returns the levels among the words that are choices of the named settings, such as `k1` of an estimator."""
+    found = []
+    for one in {read.factor.name: read.factor for read in known if read.factor.name != "job.recipe"}.values():
+        choices = {str(level): level for level in one.levels if isinstance(level, str)}
+        for at, word in enumerate(words):
+            if at not in used and word in choices:
+                used.add(at)
+                found.append(Read(one, at, at, choices[word]))
+    return found
 
 
 @cache
