@@ -497,6 +497,9 @@ def start(
             help="A value of a setting that each arm tunes for itself, such as job.optimizer.lr=1e-5; repeated.",
         ),
     ] = None,
+    sesoi: Annotated[
+        float, Option(help="Smallest effect of interest: a difference of scores, as a share of the judge's scale.")
+    ] = 0.05,
     yes: Annotated[bool, Option("--yes", help="Run the plan without asking.")] = False,
     seed: Annotated[int, Option(help="Seed from which all seeds of the campaign are derived.")] = 0,
     unsafe: Unsafe = False,
@@ -525,7 +528,7 @@ def start(
     asked_for, levels, tuned = read_topic(topic), given_levels(level or []), given_levels(tune or [], "--tune")
     if asked_for.form == "diagnose" and (named := [*levels, *tuned]):
         raise ConfigError(f"{named[0]}: the question is about causes, not about levels: omit --level and --tune")
-    question = Question(topic, Budget.parse(budget), seed)
+    question = Question(topic, Budget.parse(budget), seed, sesoi=sesoi)
     asked, slots = proposers.of(out, unsafe), servers.slots()
     check_model_name(read_subject(subject).model, f"{subject}: model =")
     if out.is_dir() and any(out.iterdir()) and not (out / SOURCE).exists():
