@@ -69,6 +69,7 @@ def research(*arguments: object) -> str:
             "no recipe 'nope'",
         ),
         (["--topic", "Longer training?", "--budget", "10runs"], "4 arms with 4 to 12 seeds need"),
+        (["--sesoi", "0"], "sesoi = 0.0: give a share of the judge's scale, between 0 and 1"),
         (["--subject", "none.toml"], "--subject none.toml: No such file or directory: give a subject.toml"),
     ],
 )
