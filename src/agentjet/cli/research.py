@@ -238,6 +238,7 @@ def carry_out(folder: Path, slots: Sequence[ServerSlot]) -> None:
             SwarmRunner(study.subject, folder, slots, typer.echo) as runner,
         ):
             journal.notify = console(typer.echo, journal)
+            runner.equal_machines = study.measures_seconds
             conduct(study, journal, runner)
         written = build(journal, folder)
     except KeyboardInterrupt:
@@ -561,6 +562,7 @@ def conduct(
             for limit in limits:
                 typer.echo(f"note: {limit}")
             asked = question or Question.from_json(notebook.entries[0].content["question"])
+            runner.equal_machines = asked.equal == "seconds"
             if ended := notebook.known("ended"):
                 tell(ended)
             else:

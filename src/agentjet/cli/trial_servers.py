@@ -262,7 +262,7 @@ class RayServerSlot:
             check_not_stopping(stopping)
             if process.ended.done():
                 end = process.ended.result()
-                raise (ServerEnded if end.by_itself else MachineLost)(f"{self.name} {end.reason}")
+                raise (ServerEnded if end.by_itself else MachineLost)(f"the server {end.reason}")
 
         try:
             url = address_when_ready(log, check_process)
@@ -279,7 +279,7 @@ class RayServerSlot:
                         swarm.status()
                     except AgentJetError as error:  # Ray needs longer to find that a node is silent
                         check_process()
-                        raise MachineLost(f"{self.name} ({process.place}) does not answer: {error}") from None
+                        raise MachineLost(f"the server on {process.place} does not answer: {error}") from None
 
                 yield RunningServer(Address(url, token), check, status.machine)
                 with suppress(AgentJetError):

@@ -565,6 +565,10 @@ class Study(Record):
                 f"{MOST_COMBINATIONS}, with fewer values or fewer knobs",
             )
 
+    @property
+    def measures_seconds(self) -> bool:
+        return any(claim.metric == "seconds" for claim in self.hypotheses)
+
     def arm(self, name: str) -> Arm:
         return next(arm for arm in self.arms if arm.name == name)
 

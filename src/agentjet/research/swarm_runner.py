@@ -286,12 +286,13 @@ class SwarmRunner:
         notify: Callable[[str], None] = print,
         *,
         unsafe: bool = False,
-        equal_machines: bool = False,
     ) -> None:
         """`notify` is called when a slot is left out or returns. `subject` may depend on the trial. `unsafe`: see
-        `TrialOrder`. With `equal_machines` all trials run on machines of one kind, because their seconds are compared.
+        `TrialOrder`.
         """
-        self._unsafe, self._equal_machines = unsafe, equal_machines
+        self._unsafe = unsafe
+        self.equal_machines = False
+        """All trials must run on machines of one kind, because their seconds are compared."""
         self._subject_of: Callable[[Trial], Subject] = (
             (lambda trial: subject.varied(trial.setting)) if isinstance(subject, Subject) else subject
         )
@@ -481,7 +482,7 @@ class SwarmRunner:
 
     def _check_machine(self, found: str, slot: ServerSlot) -> None:
         """Raises `ServerUnavailable` for a machine of another kind than the first, if the trials compare seconds."""
-        if not self._equal_machines:
+        if not self.equal_machines:
             return
         noted = self._runs / MACHINE
         with self._ended:  # other slots note it, too
