@@ -205,17 +205,23 @@ def check_weights(file: Path, url: str, found: str) -> None:
     """Raises `ConfigError` if the server's weights differ from those of the study's first server, recorded in `file`.
     Models with equal names can differ.
     """
+    first = first_noted(file, found)
+    if found and first != found:
+        raise ConfigError(
+            f"{url} serves other weights under the model's name: its model_weights are {found!r}, but the study "
+            f"started with {first!r}: serve the same model there, or remove that server"
+        )
+
+
+def first_noted(file: Path, found: str) -> str:
+    """Returns the text of the file. A file without any gets this one."""
     with file.open("a+", encoding="utf-8") as noted:
         fcntl.flock(noted, fcntl.LOCK_EX)  # other slots of the study write it too
         noted.seek(0)
         first = noted.read()
         if not first:
             noted.write(found)
-    if first and found and first != found:
-        raise ConfigError(
-            f"{url} serves other weights under the model's name: its model_weights are {found!r}, but the study "
-            f"started with {first!r}: serve the same model there, or remove that server"
-        )
+    return first or found
 
 
 def server_run_name(run: Path) -> str:
@@ -482,16 +488,11 @@ class SwarmRunner:
 
     def _check_machine(self, found: str, slot: ServerSlot) -> None:
         """Raises `ServerUnavailable` for a machine of another kind than the first, if the trials compare seconds."""
-        if not self.equal_machines:
-            return
-        noted = self._runs / MACHINE
-        with self._ended:  # other slots note it, too
-            if not noted.exists():
-                write_whole(noted, found)
-        if found != (first := noted.read_text(encoding="utf-8")):
+        found = found or "unknown"
+        if self.equal_machines and found != (first := first_noted(self._runs / MACHINE, found)):
             raise ServerUnavailable(
-                f"{slot.name} is a machine of another kind ({found or 'unknown'}), and the seconds of this comparison "
-                f"are those of the first one ({first or 'unknown'}): offer machines of that kind; if there are none "
+                f"{slot.name} is a machine of another kind ({found}), and the seconds of this comparison are "
+                f"those of the first one ({first}): offer machines of that kind; if there are none "
                 "any more, start again in another folder"
             )
 
