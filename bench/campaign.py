@@ -26,7 +26,7 @@ from typing import Any
 
 import agentjet.research
 from agentjet.cli import example, load_example
-from agentjet.cli.research import local_slots
+from agentjet.cli.trial_servers import local_slots
 from agentjet.research.campaign.campaign import Campaign
 from agentjet.research.campaign.runs import Budget, Question
 from agentjet.research.campaign.strategist import Strategist, table

@@ -420,6 +420,8 @@ class ModelInfo:
     """Fingerprint of the weights of version 0. Empty if the backend computes none."""
     routes: RouteShape | None = None
     """The sizes of its routes; None if they are not recorded."""
+    machine: str = ""
+    """Kind of the hardware that computes it: GPU and number, or CPU and threads. Empty if the backend does not tell."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,12 +2,14 @@
 
 1. `new` writes a readable plan, and refuses questions that cannot be studied.
 2. `status` and `report` read a journal at any stage, also while another process writes it.
-3. A study that stops does not wait for a server to load. A shared server is contacted first. Trials of several studies
+3. A study has one researcher at a time. Servers that cannot be are refused.
+4. A study that stops does not wait for a server to load. A shared server is contacted first. Trials of several studies
    are runs on it at the same time, each open while its trial runs; a run that cannot be ended is named.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import resource
@@ -21,7 +23,8 @@ from typer.testing import CliRunner
 
 from agentjet import Swarm
 from agentjet.cli.main import app
-from agentjet.cli.research import LocalServerSlot, carry_out, console, summary
+from agentjet.cli.research import carry_out, console, summary
+from agentjet.cli.trial_servers import LocalServerSlot
 from agentjet.errors import ConfigError
 from agentjet.research.journal import StudyFolder, StudyLog, read_log
 from agentjet.research.models import Diagnosis, Setting
@@ -212,6 +215,32 @@ def test_a_server_is_asked_before_anything_begins(here: Path, served: Served) ->
         with pytest.raises(ConfigError, match=f"--server {url}: .*({said}).*; give the address of a server that runs"):
             research("run", "study", "--server", url, "--admin-token-file", "token")
     assert not (here / "study" / "launches").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--ray", "2", "--server", "http://x", "--admin-token-file", "t"), "--ray 2 starts .* --server http://x runs"),
+        (("--ray-gpus", "1"), r"--ray-gpus 1: also give the number of servers on the cluster \(--ray\)"),
+        (("--ray", "2"), r"--ray 2 needs Ray: pip install '\.\[cluster\]'\. Or use servers here \(--local\)"),
+    ],
+)
+def test_servers_of_a_cluster_that_cannot_be(
+    here: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], said: str
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    new("does a kl penalty help?")
+    with pytest.raises(ConfigError, match=said):
+        research("run", "study", *options)
+    assert not (here / "study" / "launches").exists()
+
+
+def test_two_researchers_on_one_study(here: Path) -> None:
+    new("does a kl penalty help?")
+    with StudyLog(here / "study" / "study.sqlite"):
+        with pytest.raises(ConfigError, match=r"study\.sqlite is being written by another process: wait for its end"):
+            research("run", "study")
+        assert not list((here / "study").glob("launches/*"))
 
 
 def test_a_server_that_loads_is_given_up_if_the_study_stops(tmp_path: Path) -> None:

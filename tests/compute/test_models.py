@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
 from agentjet.compute.merging import merge_folders
-from agentjet.compute.model import BaseModel
+from agentjet.compute.model import BaseModel, machine_kind
 from agentjet.compute.sampler import ModelSampler
 from agentjet.config import LoraConfig
 from agentjet.errors import ConfigError
@@ -251,3 +252,13 @@ def test_a_model_that_generates_no_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "vit"}))
     with pytest.raises(ConfigError, match="type 'vit', which is not a causal language model: use"):
         make_policy(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("facts", "name"),
+    [("processor : 0\nmodel name\t: A 9000\nflags : x\nmodel name\t: A 9000\n", "A 9000"), ("processor : 0\n", ".+")],
+)
+def test_a_machine_has_the_name_and_the_used_cores_of_its_cpu(tmp_path: Path, facts: str, name: str) -> None:
+    (tmp_path / "cpuinfo").write_text(facts)
+    kind = machine_kind(torch.device("cpu"), tmp_path / "cpuinfo")
+    assert re.fullmatch(rf"{torch.get_num_threads()} of \d+ cores of {name}", kind)

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from agentjet.cli import example, load_example
-from agentjet.cli.research import local_slots
+from agentjet.cli.trial_servers import local_slots
 from agentjet.research.campaign.strategist import Intervention, overridden
 from agentjet.research.campaign.subject_repo import SubjectRepo
 from agentjet.research.models import Trial
@@ -78,7 +78,7 @@ def test_commits_are_trained_and_judged_as_deployed(repo: SubjectRepo) -> None:
 KILLED = """
 import sys
 from pathlib import Path
-from agentjet.cli.research import local_slots
+from agentjet.cli.trial_servers import local_slots
 from agentjet.research.campaign.subject_repo import SubjectRepo
 from agentjet.research.models import Trial
 from agentjet.research.swarm_runner import SwarmRunner

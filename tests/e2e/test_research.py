@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from agentjet.cli.research import LocalServerSlot, local_slots
+from agentjet.cli.trial_servers import LocalServerSlot, local_slots
 from agentjet.errors import ConfigError
 from agentjet.research.journal import StudyFolder, read_log
 from agentjet.research.models import Subject, Trial

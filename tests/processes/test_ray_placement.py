@@ -115,4 +115,4 @@ def test_stop_waits_for_the_end(tmp_path: Path) -> None:
     children = psutil.Process(pid).children()
     kept.stop()
     assert not psutil.pid_exists(pid) and not any(child.is_running() for child in children)
-    assert kept.wait() == (f"ended by SIGKILL; see {tmp_path}/log", None, "")
+    assert kept.wait() == (f"ended by SIGKILL; see {tmp_path}/log", None, "", True)

@@ -14,7 +14,7 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ import pytest
 
 from agentjet.errors import ConfigError
 from agentjet.research.journal import StudyFolder, StudyLog
-from agentjet.research.models import Arm, Diagnosis, Subject
+from agentjet.research.models import Arm, Diagnosis, Outcome, Subject
 from agentjet.research.report import StudyView, build, check, effects, gather, read_study, render
 from agentjet.research.scheduler import conduct
 from tests.research.reported import RICH, VERDICTS, Told, interrupted, rich_book
@@ -271,6 +271,35 @@ def test_limitations_are_listed_if_they_hold(report: dict[str, str]) -> None:
     assert "“a” was run at one setting, without tuning" in text and "no hash of the evaluator" in text
     assert re.search(r"Scores of “b” spread \d+\.\d times as far as those of “a”", text)
     assert "The smallest effect of interest is" in text
+
+
+@dataclass(kw_only=True)
+class OnMachines(Formula):
+    """Runs the arms on these machines, in turns."""
+
+    machines: dict[str, tuple[str, ...]]
+
+    def collect(self, key: str) -> Outcome:
+        arm = self.launched[key].arm
+        number = [name for name, trial in self.launched.items() if trial.arm == arm].index(key)
+        return replace(super().collect(key), machine=self.machines[arm][number % len(self.machines[arm])])
+
+
+@pytest.mark.parametrize(
+    ("machines", "said"),
+    [
+        ({"a": ("T4",), "b": ("T4",)}, ""),
+        ({"a": ("T4", "H200"), "b": ("T4", "H200")}, ""),
+        ({"a": ("",), "b": ("T4",)}, ""),
+        ({"a": ("T4", "H200"), "b": ("H200",)}, "“a” 2 on H200 and 2 on T4; “b” 4 on H200."),
+    ],
+)
+def test_machines_that_differ_between_arms_are_a_limitation(machines: dict[str, tuple[str, ...]], said: str) -> None:
+    log, arms = StudyLog(), (Arm("a", {"gain": 0.0, "lr": 16.0}), Arm("b", {"gain": 9.0, "lr": 16.0}))
+    conduct(replace(STUDY, arms=arms, looks=(4,)), log, OnMachines(machines=machines))
+    begin = "Confirming trials ran on machines whose numbers are rounded differently: "
+    found = [line.removeprefix(begin) for line in facts_of(log)["limitations"] if line.startswith(begin)]
+    assert found == ([said] if said else [])
 
 
 def shifted(setting: Any, fidelity: float) -> float:

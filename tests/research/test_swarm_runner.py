@@ -9,9 +9,12 @@
 5. Reported weight changes answer whether the last steps changed the weights.
 6. Shared servers serve the weights of the first one.
 7. A diverged run that cannot answer scores the floor, and never more than its lowest reward.
-8. An unavailable slot is dropped once, with a message; its lost trial is not an attempt.
+8. An unavailable slot is left out, with a message, and used again when it answers; its lost trial is not an attempt.
 9. A run that is back at the base model is measured again.
 10. A policy that diverges in the middle fails its calls and ends the training: a result, not a lost run.
+11. A lost machine costs a trial nothing, unless the trial loses every one.
+12. Trials that compare wait before those that explore, continued runs before new ones, then as they were launched.
+13. Where seconds are compared, all trials run on machines of one kind, and the others are told.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
+import re
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -31,10 +35,19 @@ import pytest
 from agentjet.client import AsyncSwarm
 from agentjet.errors import AgentJetError, ConfigError
 from agentjet.protocol import EpisodeList, Event
+from agentjet.research import swarm_runner
 from agentjet.research.arm_process import ArmClient, ArmFailed
 from agentjet.research.diagnosis import Signals
 from agentjet.research.models import Address, Outcome, Setting, Subject, Trial, canonical
-from agentjet.research.swarm_runner import MAX_SERVINGS, ServerUnavailable, SwarmRunner, check_weights
+from agentjet.research.swarm_runner import (
+    MAX_MACHINES,
+    MAX_SERVINGS,
+    MachineLost,
+    RunningServer,
+    ServerUnavailable,
+    SwarmRunner,
+    check_weights,
+)
 from agentjet.research.trial_process import RunRecord, TrialOrder, TrialProcess, scoring, weight_changes
 from tests.research.world import FakeSlot
 
@@ -185,8 +198,112 @@ def test_where_one_place_is_gone_the_others_go_on(tmp_path: Path) -> None:
         for seed in range(1, 5):
             runner.launch(f"k-{seed}", replace(TRIAL, seed=seed, fidelity=1.0))
         assert {runner.collect(f"k-{seed}").end for seed in range(1, 5)} == {"completed"}
-    assert told == ["left out from now on: --server http://x: no answer"]
+    assert told == ["left out for 60 s or more: --server http://x: no answer"]
     assert len(gone.asked) == MAX_SERVINGS
+
+
+def test_a_place_that_returns_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked in growing pauses. The other place works until it is back."""
+    monkeypatch.setattr(swarm_runner, "AWAY_SECONDS", (0.01, 0.02))
+    complete_one(tmp_path)
+    told: list[str] = []
+    is_back = Signal()
+
+    def work(run: Path, settings: Setting) -> None:
+        assert is_back.wait(60)
+        completing(run, settings)
+
+    def notify(line: str) -> None:
+        told.append(line)
+        if line == "tried again: http://x":
+            is_back.set()
+        else:
+            returning.error, returning.is_gone, returning.before = AgentJetError("over"), False, completing
+
+    returning = FakeSlot(AgentJetError("no answer"), "http://x", is_gone=True)
+    with SwarmRunner(SUBJECT, tmp_path, [returning, FakeSlot(name="http://y", before=work)], notify) as runner:
+        for seed in range(1, 5):
+            runner.launch(f"k-{seed}", replace(TRIAL, seed=seed))
+        assert {runner.collect(f"k-{seed}").end for seed in range(1, 5)} == {"completed"}
+    assert told == ["left out for 0 s or more: --server http://x: no answer", "tried again: http://x"]
+    assert len(returning.asked) > MAX_SERVINGS
+
+
+@pytest.mark.parametrize("machines", [MAX_SERVINGS + 1, MAX_MACHINES])
+def test_a_lost_machine_costs_a_trial_time_only(tmp_path: Path, machines: int) -> None:
+    complete_one(tmp_path)
+    slot = FakeSlot(MachineLost("node 3 is gone"))
+
+    def work(run: Path, settings: Setting) -> None:
+        if len(slot.asked) > machines:
+            completing(run, settings)
+
+    slot.before = work
+    told: list[str] = []
+    with SwarmRunner(SUBJECT, tmp_path, [slot], told.append) as runner:
+        runner.launch("k-1", TRIAL)
+        outcome = runner.collect("k-1")
+    assert {*told} == {"nowhere: node 3 is gone; the trial goes on elsewhere"}
+    ended = ("completed", "") if machines < MAX_MACHINES else ("infra_failed", "nowhere: node 3 is gone")
+    assert (outcome.end, outcome.note) == ended
+
+
+def test_what_decides_soonest_goes_first(tmp_path: Path) -> None:
+    explore, confirm = (
+        replace(TRIAL, phase=phase, setting={"job.optimizer.lr": 1.0}) for phase in ("explore", "confirm")
+    )
+    trials = [replace(explore, seed=1), replace(explore, seed=2), replace(confirm, seed=3), replace(confirm, seed=4)]
+    slot = FakeSlot(before=completing)
+    complete_one(tmp_path)
+    with SwarmRunner(SUBJECT, tmp_path, [slot]) as runner:
+        for trial in trials:
+            runner.launch(f"k-{trial.seed}", trial)
+        for trial in (trials[1], trials[3]):
+            (tmp_path / "runs" / trial.run).mkdir()
+            RunRecord(tmp_path / "runs" / trial.run / "record.json").add_score(0, scoring([[0.5]], 1))
+        for trial in trials:
+            runner.collect(f"k-{trial.seed}")
+    assert [settings["job.seed"] for settings in slot.asked] == [4, 3, 2, 1]
+
+
+@pytest.mark.parametrize("equal", [False, True])
+def test_seconds_are_compared_on_machines_of_one_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, equal: bool
+) -> None:
+    """The first machine decides. Without it the comparison waits, with the way out."""
+    told: list[str] = []
+    may_end = Signal()
+
+    def run_process(runner: SwarmRunner, order: TrialOrder, server: RunningServer, log: Path) -> str:
+        assert may_end.wait(60)
+        ended = Outcome(order.trial.id, "completed", 1.0, machine=server.machine)
+        Path(order.answer).write_text(canonical(ended.to_json()))
+        return ""
+
+    def notify(line: str) -> None:
+        told.append(line)
+        may_end.set()
+
+    def machines(slots: list[FakeSlot], *seeds: int) -> set[str]:
+        with SwarmRunner(SUBJECT, tmp_path, slots, notify) as runner:
+            runner.equal_machines = equal
+            for seed in seeds:
+                runner.launch(f"k-{seed}", replace(TRIAL, seed=seed))
+            return {runner.collect(f"k-{seed}").machine for seed in seeds}
+
+    monkeypatch.setattr(SwarmRunner, "_run_process", run_process)
+    first, other = FakeSlot(None, "a", machine="8 x H200"), FakeSlot(None, "b", machine="1 x T4")
+    may_end.set()
+    assert machines([first], 1) == {"8 x H200"}
+    if not equal:
+        assert machines([other], 2) == {"1 x T4"} and not told
+        return
+    may_end.clear()
+    assert machines([other, first], 2, 3) == {"8 x H200"} and len(told) == 1
+    reason = r"b is a machine of another kind \(1 x T4\), .* those of the first one \(8 x H200\): offer machines"
+    assert re.match(rf"left out for 60 s or more: {reason}", told[0])
+    with pytest.raises(ServerUnavailable, match=rf"^{reason} .* start again in another folder$"):
+        machines([other], 4)
 
 
 def test_all_servers_begin_with_the_weights_of_the_first(tmp_path: Path) -> None:

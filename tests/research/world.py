@@ -127,6 +127,7 @@ class FakeSlot:
     """`check` gets no answer."""
     before: Callable[[Path, Setting], None] = lambda run, settings: None
     """Called with the run's folder, in place of the work."""
+    machine: str = ""
     asked: list[Setting] = field(default_factory=list)
     finished: list[Path] = field(default_factory=list)
 
@@ -137,7 +138,7 @@ class FakeSlot:
         self.before(run, settings)
         if self.error is not None:
             raise self.error
-        yield RunningServer(Address("http://127.0.0.1:9", ""), check=lambda: None)
+        yield RunningServer(Address("http://127.0.0.1:9", ""), check=lambda: None, machine=self.machine)
 
     def check(self) -> None:
         if self.is_gone:

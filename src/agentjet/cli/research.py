@@ -5,7 +5,6 @@ The functions of the commands import what they need, so that `agentjet --help` i
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
@@ -15,30 +14,26 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from threading import Event
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from typer import Argument, Option
 
 from agentjet.cli import Json, example, load_example
-from agentjet.cli.serve import STOP_SECONDS, ChildServer, ServerEnded
+from agentjet.cli.trial_servers import Local, Servers, local_slots
 from agentjet.errors import ConfigError
-from agentjet.types import DEFAULT_RUN, JOURNAL
 
 if TYPE_CHECKING:
     from agentjet.research.campaign.runs import Question
     from agentjet.research.campaign.strategist import Proposer
     from agentjet.research.journal import JournalEntry, StudyLog
-    from agentjet.research.models import Finding, Outcome, Setting, Study, Subject
-    from agentjet.research.swarm_runner import RunningServer, ServerSlot
+    from agentjet.research.models import Finding, Outcome, Study, Subject
+    from agentjet.research.swarm_runner import ServerSlot
 
 Folder = Annotated[Path, Argument(metavar="FOLDER", help="Folder of the study or campaign.")]
 CampaignFolder = Annotated[Path, Argument(metavar="CAMPAIGN", help="Folder of the campaign.")]
-Local = Annotated[int, Option("--local", min=1, help="Servers to start on this machine, side by side.")]
 NOTEBOOK, STUDY, SOURCE = "notebook.sqlite", "study.json", "source.json"
 """Files that make a folder that of a campaign, of a study, and of a campaign that can be continued."""
 app = typer.Typer(
@@ -46,37 +41,6 @@ app = typer.Typer(
     help="Find out what keeps an agent from learning, and mend it (start); or compare ways to train it (new, run).",
     no_args_is_help=True,
 )
-
-
-@dataclass(frozen=True)
-class Servers:
-    """The options of the servers that carry out trials."""
-
-    local: Local = 2
-    server: Annotated[
-        list[str] | None,
-        Option("--server", metavar="URL", help="Run trials on this server instead of starting any; can be repeated."),
-    ] = None
-    admin_token_file: Annotated[
-        list[Path] | None,
-        Option("--admin-token-file", help="`admin-token` in that server's data dir; one for each --server."),
-    ] = None
-
-    def slots(self) -> Sequence[ServerSlot]:
-        """The servers of `--server`, which must answer; or those to start on this machine. Raises `ConfigError`."""
-        from agentjet.research.swarm_runner import SharedServerSlot
-
-        urls, token_files = self.server or [], self.admin_token_file or []
-        if len(urls) != len(token_files):
-            raise ConfigError(f"{len(urls)} --server and {len(token_files)} --admin-token-file: give one for each")
-        try:
-            tokens = [file.read_text(encoding="utf-8").strip() for file in token_files]
-        except OSError as error:
-            raise ConfigError(f"--admin-token-file {error.filename}: {error.strerror}") from None
-        shared = [SharedServerSlot(url, token, typer.echo) for url, token in zip(urls, tokens, strict=True)]
-        for slot in shared:
-            slot.check()
-        return shared or local_slots(self.local)
 
 
 def in_a_line(note: str) -> str:
@@ -256,6 +220,7 @@ def carry_out(folder: Path, slots: Sequence[ServerSlot]) -> None:
             SwarmRunner(study.subject, folder, slots, typer.echo) as runner,
         ):
             journal.notify = console(typer.echo, journal)
+            runner.equal_machines = study.measures_seconds
             conduct(study, journal, runner)
         written = build(journal, folder)
     except KeyboardInterrupt:
@@ -622,6 +587,7 @@ def conduct(
             for limit in limits:
                 typer.echo(f"note: {limit}")
             asked = question or Question.from_json(notebook.entries[0].content["question"])
+            runner.equal_machines = asked.equal == "seconds"
             if ended := notebook.known("ended"):
                 tell(ended)
             else:
@@ -707,63 +673,3 @@ def demo(
 
 for command in (new, run, status, report, start, resume, digest, demo):
     app.command()(command)
-
-# ---- servers of this machine -----------------------------------------------------------------------------------------
-
-POLL_SECONDS = 0.2
-
-
-@dataclass(frozen=True)
-class LocalServerSlot:
-    """A slot for one server on this machine. The data dir of a run is `server/` in its folder."""
-
-    number: int
-    threads: int
-    """Default number of threads of its worker."""
-
-    @property
-    def name(self) -> str:
-        return f"local server {self.number}"
-
-    @contextmanager
-    def serve(self, run: Path, settings: Setting, stopping: Event) -> Iterator[RunningServer]:
-        from agentjet.research.models import Address
-        from agentjet.research.swarm_runner import RunningServer, check_not_stopping
-
-        data_dir = run / "server"
-        wait_until_free(data_dir, stopping)
-        chosen = {"model.threads": self.threads, "job.keep_checkpoints": 1, **settings}
-        overrides = [f"{name}={json.dumps(value)}" for name, value in chosen.items()]
-        with ChildServer(None, overrides, data_dir, is_one_of_many=True) as server:
-            server.connect(lambda: check_not_stopping(stopping)).close()
-            token = (data_dir / "token").read_text(encoding="utf-8").strip()
-            yield RunningServer(Address(server.url, token), server.check)
-
-    def check(self) -> None:
-        """Does nothing: each trial starts a new server."""
-
-    def run_finished(self, run: Path) -> None:
-        shutil.rmtree(run / "server" / "runs" / DEFAULT_RUN / "checkpoints", ignore_errors=True)
-
-
-def local_slots(count: int) -> list[LocalServerSlot]:
-    """Slots that share the machine's cores."""
-    threads = max(1, (os.cpu_count() or 1) // count)
-    return [LocalServerSlot(number, threads) for number in range(1, count + 1)]
-
-
-def wait_until_free(data_dir: Path, stopping: Event) -> None:
-    """Waits until the server of a killed researcher has saved its policy and ended. Raises `ServerEnded`."""
-    lock = data_dir / "runs" / DEFAULT_RUN / f"{JOURNAL}.lock"
-    if not lock.exists():
-        return
-    deadline = time.monotonic() + STOP_SECONDS
-    with lock.open("r+") as file:
-        while time.monotonic() < deadline and not stopping.is_set():
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                stopping.wait(POLL_SECONDS)
-            else:
-                return
-    raise ServerEnded(f"{data_dir} is still in use, after {STOP_SECONDS:.0f} s at most: end the server that has it")

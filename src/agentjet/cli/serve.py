@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -24,7 +25,7 @@ from agentjet.errors import AgentJetError
 if TYPE_CHECKING:
     from agentjet.client import Swarm
 
-ADDRESS = re.compile(r"http://127\.0\.0\.1:\d+")
+ADDRESS = re.compile(r"listens on (http://[^,\s]+),")
 READY = "\nReady: "
 """Start of the line that a server prints when its models are loaded."""
 POLL_SECONDS = 0.1
@@ -76,6 +77,35 @@ class ServerEnded(AgentJetError):
     """The child process ended by itself."""
 
 
+def address_when_ready(log: Path, check: Callable[[], None]) -> str:
+    """Returns the URL of the server that writes this log, once its model is loaded. `check` is called until then, and
+    may raise.
+    """
+    while READY not in (text := log.read_text(encoding="utf-8", errors="replace")):
+        check()
+        time.sleep(POLL_SECONDS)
+    found = ADDRESS.search(text)
+    assert found is not None
+    return found[1]
+
+
+def serve_on_node() -> None:
+    """`agentjet serve` with the options of the command line, on the address at which a node reaches the head of its Ray
+    cluster. Plain HTTP: Ray itself, which starts this process, needs a network that can be trusted.
+    """
+    from agentjet.cli.main import main
+    from agentjet.processes.guardian import RAY_HEAD
+
+    address, _, port = os.environ[RAY_HEAD].rpartition(":")
+    with socket.create_connection((address.strip("[]"), int(port))) as connection:
+        host = connection.getsockname()[0]
+    for name in [name for name in os.environ if name.startswith("AGENTJET_")]:
+        del os.environ[name]
+    os.environ.pop("OMP_NUM_THREADS", None)  # Ray's, for an actor that asks for no core
+    sys.argv[1:1] = ["serve", "--host", host, "--insecure"]
+    main()
+
+
 class ChildServer:
     """A server on a free loopback port, with its own data dir and log; leaving the context ends it.
 
@@ -118,14 +148,12 @@ class ChildServer:
         """
         from agentjet.client import Retry, Swarm
 
+        def both() -> None:
+            check()
+            self.check()
+
         with self._progress("starting a server", self._last_line):
-            while READY not in (log := self._log_text()):
-                check()
-                self.check()
-                time.sleep(POLL_SECONDS)
-        found = ADDRESS.search(log)
-        assert found is not None
-        self.url = found[0]
+            self.url = address_when_ready(self.log, both)
         token = (self.data_dir / "admin-token").read_text().strip()
         # This server is never restarted, so a long wait for it is useless.
         return Swarm(self.url, token, retry=Retry(patience=10.0, first_patience=10.0))

@@ -18,6 +18,8 @@ import dataclasses
 import functools
 import hashlib
 import logging
+import os
+import platform
 import re
 import threading
 import time
@@ -352,7 +354,20 @@ def make_model_info(config: ModelConfig, folder: str, model: PreTrainedModel) ->
         dtype=str(model.dtype).removeprefix("torch."),
         tool_format=tool_format,
         weights=model_fingerprint(model),
+        machine=machine_kind(model.device),
     )
+
+
+def machine_kind(device: torch.device, cpu_facts: Path = Path("/proc/cpuinfo")) -> str:
+    """Returns a text that is equal on machines of equal speed: the GPU and the number of them that this process sees;
+    or the CPU, and how many of its cores are used.
+    """
+    if device.type == "cuda":
+        return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(device)}"
+    text = cpu_facts.read_text(encoding="utf-8", errors="replace") if cpu_facts.exists() else ""
+    named = re.search(r"^model name\s*: (.+)$", text, re.MULTILINE)
+    name = named[1] if named else platform.processor() or platform.machine()
+    return f"{torch.get_num_threads()} of {os.cpu_count()} cores of {name}"
 
 
 def _tokenizer_folder(folder: str, tokenizer: Any) -> str:

@@ -70,6 +70,7 @@ class Conductor:
         """GPUs of the largest process placed so far: the cluster had such a node, and may have it again."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._guardian = Path(guardian.__file__).read_text(encoding="utf-8")
+        self._head = ""
 
     async def connect(self, address: str) -> None:
         """Join the cluster. Raises `ConfigError` with the way out."""
@@ -83,9 +84,9 @@ class Conductor:
         except (OSError, RuntimeError, ValueError, RayError) as error:
             raise ConfigError(why_not_joined(address, str(error))) from None
         cloudpickle.register_pickle_by_value(guardian)
-        head = str(ray.get_runtime_context().gcs_address)
-        log.info("joined the Ray cluster at %s", head)
-        self._spawn(self._watch_head(head))
+        self._head = str(ray.get_runtime_context().gcs_address)
+        log.info("joined the Ray cluster at %s", self._head)
+        self._spawn(self._watch_head(self._head))
 
     async def start(self, launch: Launch) -> str:
         """Returns the place of the started process.
@@ -93,6 +94,7 @@ class Conductor:
         Raises `ConfigError` if no node can run it, and `ComputeError` if none can at the moment.
         """
         await self.stop(launch.name)
+        launch = replace(launch, environment={**launch.environment, guardian.RAY_HEAD: self._head})
         remote: Any = ray.remote(RayActor)
         node = "" if launch.gpus else self._emptiest(await asyncio.to_thread(ray.nodes))
         strategy: Any = NodeAffinitySchedulingStrategy(node, soft=True) if node else "DEFAULT"
@@ -159,7 +161,8 @@ class Conductor:
             nodes = await asyncio.to_thread(gpus_of_nodes)
             reason = why_not_placed(launch, nodes, self._own_gpus() - launch.gpus)
             largest = max([self._largest, *(count for _, count in nodes)])
-            raise (ConfigError if launch.gpus > largest else ComputeError)(reason) from None
+            is_waiting = launch.gpus <= largest or not launch.group  # without a group, nothing else waits for it
+            raise (ComputeError if is_waiting else ConfigError)(reason) from None
         except RayError as error:
             raise ComputeError(f"{launch.name} did not start: {first_line(error)}") from None
 
@@ -251,6 +254,8 @@ def why_not_placed(launch: Launch, nodes: list[tuple[str, int]], own: int) -> st
     if not launch.gpus:
         return f"{launch.name} did not start within {launch.placement_seconds:g} s: the cluster is busy or lost nodes"
     start = f"{launch.name} needs {launch.gpus} GPUs on one node"
+    if not launch.group:
+        return f"{start}, and none has them free ({listed})"
     if launch.gpus > largest:
         return f"{start}, and the largest has {largest}: set compute.tensor_parallel to {max(1, largest)} ({listed})"
     return (

@@ -29,6 +29,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
+RAY_HEAD = "AGENTJET_RAY_HEAD"
+"""Variable of a process of a Ray cluster with the address of Ray's head, as its node reaches it."""
 NOT_STARTED = 127
 """Exit code if the command could not be started; the reason is on standard error."""
 SHARED_MEMORY = Path("/dev/shm")
@@ -109,6 +111,8 @@ class ProcessEnd:
     """None if a signal ended the process, or the code is unknown."""
     last_line: str = ""
     """The last line of its log, if it is of interest."""
+    by_itself: bool = False
+    """True if the process ended while its machine and its launcher went on."""
 
 
 def end_of(code: int, log_path: Path) -> ProcessEnd:
@@ -125,7 +129,7 @@ def end_of(code: int, log_path: Path) -> ProcessEnd:
     lines = [] if number == signal.SIGKILL else last_lines(log_path)
     line = next((line.strip()[:MAX_LINE] for line in reversed(lines) if line.strip()), "")
     reason = f"{how}; see {log_path}" + (f", which ends with {line!r}" if line else "")
-    return ProcessEnd(reason, exit_code, line)
+    return ProcessEnd(reason, exit_code, line, by_itself=True)
 
 
 def last_lines(log_path: Path, start: int = 0) -> list[str]:
@@ -210,15 +214,15 @@ class RayActor:
             )
         return ""
 
-    def wait(self) -> tuple[str, int | None, str]:
+    def wait(self) -> tuple[str, int | None, str, bool]:
         """Returns the fields of its `ProcessEnd` once it has ended. A node cannot send an object of this module."""
         assert self._process is not None
         code = self._process.wait()
         self.stop()
         if self._lost:
-            return f"ended because {self._lost}; see {self._log_path}", None, ""
+            return f"ended because {self._lost}; see {self._log_path}", None, "", False
         end = end_of(code, self._log_path)
-        return end.reason, end.exit_code, end.last_line
+        return end.reason, end.exit_code, end.last_line, end.by_itself
 
     def _end_with_parent(self, parent: int) -> None:
         while os.getppid() == parent:

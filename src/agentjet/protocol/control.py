@@ -464,6 +464,9 @@ class StatusResponse(Response):
     model: str
     model_weights: str = ""
     """Fingerprint of the weights of version 0; empty until they are loaded."""
+    machine: str = ""
+    """Kind of the hardware, such as `1 x NVIDIA H200`, or the CPU with its used cores; empty until the model is
+    loaded."""
     policy_version: int
     branched_from: str = ""
     """`DATA_DIR@VERSION` that this run began at, if it is a branch."""

@@ -568,6 +568,10 @@ class Study(Record):
                 f"{MOST_COMBINATIONS}, with fewer values or fewer knobs",
             )
 
+    @property
+    def measures_seconds(self) -> bool:
+        return any(claim.metric == "seconds" for claim in self.hypotheses)
+
     def arm(self, name: str) -> Arm:
         return next(arm for arm in self.arms if arm.name == name)
 
@@ -633,6 +637,8 @@ class Outcome(Record):
     """Best, median and worst training episodes of a judged subject."""
     by_task: Mapping[str, tuple[float, float, int]] = field(default_factory=dict)
     """By training task of a judged subject: least and highest reward, and number of episodes."""
+    machine: str = ""
+    """Kind of the hardware on which it ended. Empty if the runner does not report it."""
 
     def measured(self, metric: Metric) -> float | None:
         """Returns the score; or the logarithm of the mean tokens of an answer in the last quarter of the run, or of the

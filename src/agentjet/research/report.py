@@ -334,6 +334,7 @@ def limitations(view: StudyView, arms: Sequence[Facts]) -> Iterator[str]:
     ill = sum(one.trial.id in view.log.diagnoses for one in trials)
     if ill:
         yield f"{ill} of {len(trials)} confirming trials have a diagnosis. Their scores count nevertheless."
+    yield from machine_limits(view)
     if not study.evaluator:
         yield "The plan has no hash of the evaluator, so this report cannot show that it stayed the same."
 
@@ -373,6 +374,20 @@ def tuning_limits(view: StudyView) -> Iterator[str]:
                     f"“{arms[0].name}” was judged at {knob.name} = {a[knob.name]} and “{arms[1].name}” at "
                     f"{b[knob.name]}: their difference includes that."
                 )
+
+
+def machine_limits(view: StudyView) -> Iterator[str]:
+    """The machines of the arms, if these ran on several kinds and not equally often."""
+    arms = [arm.name for arm in view.study.arms]
+    ended = {arm: [one.outcome for one in view.confirming(arm) if one.outcome] for arm in arms}
+    ran = {arm: Counter(outcome.machine for outcome in ended[arm] if outcome.machine) for arm in arms}
+    if len({*ran[arms[0]]}.union(*ran.values())) > 1 and any(ran[arm] != ran[arms[0]] for arm in arms):
+        of_arms = [
+            f"“{arm}” {' and '.join(f'{number} on {machine}' for machine, number in sorted(ran[arm].items()))}"
+            for arm in arms
+            if ran[arm]
+        ]
+        yield f"Confirming trials ran on machines whose numbers are rounded differently: {'; '.join(of_arms)}."
 
 
 def spread_limits(spreads: Mapping[str, float], sesoi: float) -> Iterator[str]:

@@ -8,8 +8,11 @@ In the study's folder, a launch is `launches/KEY/` (`trial.json`, then `outcome.
 shorter one. All state is on disk. A new runner of the folder continues what a killed one left, from each run's newest
 step; the processes of a runner end with it.
 
-A lost trial counts only if its slot is still available. An unavailable slot is dropped and its trial goes to another
-slot. Without slots `collect` raises `ServerUnavailable`; a later call begins with all slots again.
+A lost trial counts only if its slot is still available. An unavailable slot is left out, and asked again after a pause.
+Its trial goes to another slot. Without slots `collect` raises `ServerUnavailable`; a later call begins with all slots
+again. A slot that starts its servers on several machines goes on at another one (`MachineLost`).
+
+Trials wait in the order of `_queue`: what decides soonest goes first.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Event
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 from agentjet.client.swarm_client import Swarm
 from agentjet.config import parse_config
@@ -57,7 +60,11 @@ OPERATION = ("server.", "model.threads")
 
 
 class ServerUnavailable(ConfigError):
-    """No trial can run on this server."""
+    """No trial can run on this server at present."""
+
+
+class MachineLost(AgentJetError):
+    """The machine of a server is gone, or the server was withdrawn. The slot starts the next one elsewhere."""
 
 
 def check_changes(changes: Setting, *, of_all: bool = False) -> None:
@@ -84,6 +91,8 @@ class RunningServer:
     address: Address
     check: Callable[[], object]
     """Called repeatedly during the trial. Raises `AgentJetError` if the run is not served any more."""
+    machine: str = ""
+    """Kind of the hardware: see `StatusResponse.machine`. Empty if it is unknown."""
 
 
 class ServerSlot(Protocol):
@@ -115,6 +124,8 @@ SERVER_SETTINGS = ("model.device", "model.dtype", "model.threads", "sampler.", "
 """Settings of the server that affect speed, not training."""
 WEIGHTS = "weights"
 """File beside the runs with the fingerprint of their base model."""
+MACHINE = "machine"
+"""File beside the runs with the kind of their machines, if these must be equal."""
 
 
 class ServerLost(AgentJetError):
@@ -156,8 +167,9 @@ class SharedServerSlot:
             try:
                 with swarm.of_run(name) as of_run:
                     self._wait_until_loaded(of_run, settings, stopping)
-                    check_weights(run.parent / WEIGHTS, self.url, of_run.status().model_weights)
-                    yield RunningServer(Address(of_run.url, self.token), of_run.status)
+                    status = of_run.status()
+                    check_weights(run.parent / WEIGHTS, self.url, status.model_weights)
+                    yield RunningServer(Address(of_run.url, self.token), of_run.status, status.machine)
             finally:
                 self._end_run(name)
 
@@ -193,17 +205,23 @@ def check_weights(file: Path, url: str, found: str) -> None:
     """Raises `ConfigError` if the server's weights differ from those of the study's first server, recorded in `file`.
     Models with equal names can differ.
     """
+    first = first_noted(file, found)
+    if found and first != found:
+        raise ConfigError(
+            f"{url} serves other weights under the model's name: its model_weights are {found!r}, but the study "
+            f"started with {first!r}: serve the same model there, or remove that server"
+        )
+
+
+def first_noted(file: Path, found: str) -> str:
+    """Returns the text of the file. A file without any gets this one."""
     with file.open("a+", encoding="utf-8") as noted:
         fcntl.flock(noted, fcntl.LOCK_EX)  # other slots of the study write it too
         noted.seek(0)
         first = noted.read()
         if not first:
             noted.write(found)
-    if first and found and first != found:
-        raise ConfigError(
-            f"{url} serves other weights under the model's name: its model_weights are {found!r}, but the study "
-            f"started with {first!r}: serve the same model there, or remove that server"
-        )
+    return first or found
 
 
 def server_run_name(run: Path) -> str:
@@ -245,7 +263,22 @@ ENDING_SECONDS = 30.0
 """Time for a process to abort its episodes."""
 MAX_SERVINGS = 3
 """Maximum servers that one trial may lose."""
+MAX_MACHINES = 20
+"""Maximum machines that one trial may lose. After so many, the trial may be the reason."""
+AWAY_SECONDS = (60.0, 600.0)
+"""Pause before a slot that was unavailable is asked again: first, and at most."""
 NUM_LOG_LINES = 20
+
+
+class Waiting(NamedTuple):
+    """A launch that waits for a slot. The least goes first."""
+
+    explores: bool = False
+    is_new: bool = False
+    launched: int = 0
+    """Nanoseconds since 1970."""
+    key: str = ""
+    """Empty: the slot's thread ends."""
 
 
 class SwarmRunner:
@@ -260,8 +293,12 @@ class SwarmRunner:
         *,
         unsafe: bool = False,
     ) -> None:
-        """`notify` is called when a slot is dropped. `subject` may depend on the trial. `unsafe`: see `TrialOrder`."""
+        """`notify` is called when a slot is left out or returns. `subject` may depend on the trial. `unsafe`: see
+        `TrialOrder`.
+        """
         self._unsafe = unsafe
+        self.equal_machines = False
+        """All trials must run on machines of one kind, because their seconds are compared."""
         self._subject_of: Callable[[Trial], Subject] = (
             (lambda trial: subject.varied(trial.setting)) if isinstance(subject, Subject) else subject
         )
@@ -269,7 +306,7 @@ class SwarmRunner:
         self._launches, self._runs = folder / "launches", folder / "runs"
         for made in (self._launches, self._runs):
             made.mkdir(parents=True, exist_ok=True)  # only here: a folder that was moved must not be created again
-        self._waiting: queue.Queue[str | None] = queue.Queue()
+        self._waiting: queue.PriorityQueue[Waiting] = queue.PriorityQueue()
         self._stopping = threading.Event()
         self._ended = threading.Condition()
         self._error: Exception | None = None
@@ -287,7 +324,7 @@ class SwarmRunner:
         (self._launches / key).mkdir(exist_ok=True)
         write_whole(self._launches / key / "trial.json", canonical(trial.to_json()))
         if self._threads:
-            self._waiting.put(key)
+            self._queue(key)
 
     def collect(self, key: str) -> Outcome:
         """Raises `ServerUnavailable`, `OSError` for the disk, and `ConfigError` for an error that affects the study."""
@@ -302,23 +339,32 @@ class SwarmRunner:
         return Outcome.from_json(read_json(self._outcome_path(key)))
 
     def _start(self) -> None:
-        """Starts the slots, unless they work. They begin with the unfinished launches, in their order."""
+        """Starts the slots, unless they work. They begin with the unfinished launches."""
         if self._threads:
             return
-        self._stopping, self._waiting, self._error = threading.Event(), queue.Queue(), None
-        for trial in sorted(self._launches.glob("*/trial.json"), key=lambda path: path.stat().st_mtime_ns):
+        self._stopping, self._waiting, self._error = threading.Event(), queue.PriorityQueue(), None
+        for trial in self._launches.glob("*/trial.json"):
             if not self._outcome_path(trial.parent.name).exists():
-                self._waiting.put(trial.parent.name)
+                self._queue(trial.parent.name)
         self._num_slots = len(self._slots)
         self._threads = [threading.Thread(target=self._work, args=(slot,), name=slot.name) for slot in self._slots]
         for thread in self._threads:
             thread.start()
 
+    def _queue(self, key: str) -> None:
+        """Puts a trial into its place in the queue: those of a running comparison before those that explore, continued
+        runs before new ones, then as they were launched. Callers launch what they expect most of first.
+        """
+        file = self._launches / key / "trial.json"
+        trial = Trial.from_json(read_json(file))
+        is_new = not (self._runs / trial.run / "record.json").exists()
+        self._waiting.put(Waiting(trial.phase != "confirm", is_new, file.stat().st_mtime_ns, key))
+
     def close(self) -> None:
         """Ends all processes. Idempotent."""
         self._stopping.set()
         for _ in self._threads:
-            self._waiting.put(None)
+            self._waiting.put(Waiting())
         for thread in self._threads:
             thread.join()
         self._threads = []
@@ -332,29 +378,40 @@ class SwarmRunner:
     # ---- the thread of a slot --------------------------------------------------------------------------------------
 
     def _work(self, slot: ServerSlot) -> None:
-        while (key := self._waiting.get()) is not None and not self._stopping.is_set():
+        pause = AWAY_SECONDS[0]
+        while (waiting := self._waiting.get()).key and not self._stopping.is_set():
             try:
-                self._run_trial(key, slot)
+                self._run_trial(waiting.key, slot)
+                pause = AWAY_SECONDS[0]
             except ServerUnavailable as gone:
-                self._drop_slot(key, gone)
-                break
+                self._waiting.put(waiting._replace(is_new=False))
+                pause = self._wait_for(slot, gone, pause)
             except Exception as error:  # thread boundary: `collect` raises it again
                 self._error = error
                 self._stopping.set()
             with self._ended:
                 self._ended.notify_all()
 
-    def _drop_slot(self, key: str, gone: ServerUnavailable) -> None:
-        """Drops a slot. Its trial goes to another slot, or to the next runner of the folder."""
+    def _wait_for(self, slot: ServerSlot, gone: ServerUnavailable, pause: float) -> float:
+        """Waits until an unavailable slot may work again, and returns the next pause. Ends all work with the last slot:
+        then the caller decides how long to wait.
+        """
         with self._ended:
             self._num_slots -= 1
-            if self._num_slots:
-                self._waiting.put(key)
-                self._notify(f"left out from now on: {gone}")
-                return
-            self._error = gone
-            self._stopping.set()
-            self._ended.notify_all()
+            if not self._num_slots:
+                self._error = self._error or gone
+                self._stopping.set()
+                return pause
+        self._notify(f"left out for {pause:.0f} s or more: {gone}")
+        while not self._stopping.wait(pause):
+            pause = min(2 * pause, AWAY_SECONDS[1])
+            with suppress(ServerUnavailable):
+                slot.check()
+                with self._ended:
+                    self._num_slots += 1
+                self._notify(f"tried again: {slot.name}")
+                break
+        return pause
 
     def _run_trial(self, key: str, slot: ServerSlot) -> None:
         """Runs one trial in one slot; if the server dies, continues on a new one. Raises `ConfigError`, and
@@ -365,18 +422,24 @@ class SwarmRunner:
         run = self._runs / trial.run
         run.mkdir(exist_ok=True)
         draft = self._draft_path(key)
-        note, servings = "", 0
-        while not draft.exists() and servings < MAX_SERVINGS:
-            servings += 1
+        note, servings, machines = "", 0, 0
+        while not draft.exists() and servings < MAX_SERVINGS and machines < MAX_MACHINES:
             subject.check_code()  # before the server loads the model, because it saves its first weights
             try:
                 with slot.serve(run, self._setting(trial), self._stopping) as server:
+                    self._check_machine(server.machine, slot)
                     order = TrialOrder(trial, subject, server.address, str(run), str(draft), self._unsafe)
                     note = self._run_process(order, server, self._launches / key / "work.log")
+                    if draft.exists() and read_json(draft)["score"] is None:
+                        self._check_served(server, draft)
+                servings += 1
             except ConfigError:
                 raise
+            except MachineLost as error:
+                note, machines = str(error), machines + 1
+                self._notify(f"{slot.name}: {note}; the trial goes on elsewhere")
             except AgentJetError as error:
-                note = str(error)
+                note, servings = str(error), servings + 1
             if self._stopping.is_set():
                 return
         if draft.exists():
@@ -408,11 +471,30 @@ class SwarmRunner:
         if lost.end != "infra_failed" or any(read_json(path)["score"] is not None for path in ended):
             return
         self._draft_path(key).unlink()
+        (self._runs / MACHINE).unlink(missing_ok=True)
         run.rename(self._launches / key / f"lost-{uuid.uuid4().hex[:6]}")
         raise ConfigError(
             "The first trial was lost and does not count. Fix the error and run the same command again. If you change "
             f"the code, plan another study in another folder. {lost.note}"
         )
+
+    def _check_served(self, server: RunningServer, lost: Path) -> None:
+        """Raises the error of a server that is gone. The lost trial came of that, and does not count."""
+        try:
+            server.check()
+        except AgentJetError:
+            lost.unlink()
+            raise
+
+    def _check_machine(self, found: str, slot: ServerSlot) -> None:
+        """Raises `ServerUnavailable` for a machine of another kind than the first, if the trials compare seconds."""
+        found = found or "unknown"
+        if self.equal_machines and found != (first := first_noted(self._runs / MACHINE, found)):
+            raise ServerUnavailable(
+                f"{slot.name} is a machine of another kind ({found}), and the seconds of this comparison are "
+                f"those of the first one ({first}): offer machines of that kind; if there are none "
+                "any more, start again in another folder"
+            )
 
     def _setting(self, trial: Trial) -> Setting:
         """Returns the complete settings for the server."""

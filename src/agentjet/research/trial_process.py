@@ -534,7 +534,8 @@ class TrialProcess:
                 settings[name] = tuple(value)
             elif isinstance(value, bool | int | float | str):
                 settings[name] = value
-        outcome = replace(outcome, settings=settings, facts=facts)
+        machine = (await self._swarm.status()).machine
+        outcome = replace(outcome, settings=settings, facts=facts, machine=machine)
         return outcome if self._judged is None else await self._judged.with_training(outcome)
 
 

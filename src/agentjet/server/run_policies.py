@@ -18,7 +18,7 @@ from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from agentjet.compute.protocol import Compute, check_capabilities
 from agentjet.config import JobConfig, LoraConfig, ModelConfig, ServeConfig
@@ -244,9 +244,9 @@ class RunPolicies:
         hosts = (self.compute.processes(policy) for policy in self.ids)
         return next(filter(None, map(waiting_for_process, hosts)), "")
 
-    def weights(self) -> str:
-        """Returns the fingerprint of the first weights, or '' before they are loaded or if policies differ in them."""
-        found = {renderer.model.weights for renderer in self.renderers.values()}
+    def common(self, fact: Literal["weights", "machine"]) -> str:
+        """Returns this fact of the models, or '' before they are loaded or if policies differ in it."""
+        found: set[str] = {getattr(renderer.model, fact) for renderer in self.renderers.values()}
         return found.pop() if len(found) == 1 else ""
 
 

@@ -321,6 +321,11 @@ def notes(notebook: Notebook, first: JournalEntry) -> list[str]:
     """Further limits, from the notebook."""
     found = [f"{sentence(limit)} (#1)." for limit in notebook.entries[0].content.get("limits", ())]
     found += [f"{sentence(edited.content['meaning'])} (#{edited.number})." for edited in notebook.of("edited")]
+    machines = {entry.content["outcome"].get("machine", "") for entry in notebook.of("observed")} - {""}
+    if len(machines) > 1:
+        found.append(
+            f"Runs were made on machines whose numbers are rounded differently: {'; '.join(sorted(machines))}."
+        )
     if shared := first.content["outcome"]["facts"].get("tasks_shared"):
         found.append(f"{shared:g} held-out tasks are also trained on, so scores are too high (#{first.number}).")
     return found
