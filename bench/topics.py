@@ -32,6 +32,7 @@ from agentjet.research.models import Hypothesis, Outcome, Setting, Study, Subjec
 from agentjet.research.plan import plan
 from agentjet.research.scheduler import conduct
 from agentjet.research.topic import StudyQuestion, read_topic, space_of
+from bench import published
 from tests.research.world import Formula
 
 CASES = Path(__file__).parent / "cases" / "topics.toml"
@@ -163,7 +164,13 @@ def truth(study: Study, claim: Hypothesis, score: Callable[[Setting], float], sp
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=20, help="studies of each world and spread")
+    parser.add_argument("--published", nargs="*", metavar="NAME", help="conduct published topics instead, by real runs")
+    parser.add_argument("--grids", nargs="*", metavar="NAME", help="measure the grids of published topics anew")
     options = parser.parse_args()
+    if options.grids is not None:
+        for topic in published.topics(options.grids):
+            published.measure(topic)
+        return
     results = []
     for topic in topics():
         result, text = judged(topic)
