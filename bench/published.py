@@ -14,14 +14,10 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 import subprocess
-import sys
-import time
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -31,7 +27,6 @@ from agentjet.cli import load_example
 from agentjet.cli.research import local_slots
 from agentjet.research.campaign.subject_repo import SubjectRepo
 from agentjet.research.models import Outcome, Trial
-from agentjet.research.statistics import welch
 from agentjet.research.swarm_runner import SwarmRunner
 from bench.machine import CASES, ROOT
 

@@ -223,10 +223,10 @@ def read_topic(topic: str) -> StudyQuestion:
         )
     numbers, left_out = _numbers(words, known, used) if form != "diagnose" else ([], [])
     metrics = _metrics(" ".join(word for at, word in enumerate(words) if at not in used), form, known)
-    if len(metrics) > 1 and form not in ("diagnose", "interaction"):
-        form = "trade_off"
     if form != "diagnose":
         form = _form(form, _varied(known, numbers, form), len(numbers), text)
+    if len(metrics) > 1 and form not in ("diagnose", "interaction"):
+        form = "trade_off"
     varied = _varied(known, numbers, form)
     metrics = metrics if form == "trade_off" else metrics[-1:]
     needs = {one.factor.name: one.factor.needs for one in known if one.factor.needs}
