@@ -2,13 +2,12 @@
 
 import httpx
 
-MAX_TURNS = 3
 HTTP = httpx.Client(timeout=60.0, trust_env=False)
 
 
 def agent(task, episode):
     messages = [{"role": "user", "content": task.payload["question"]}]
-    for turn in range(MAX_TURNS):
+    for turn in range(episode.max_turns):
         if turn:
             messages.append({"role": "user", "content": "More."})
         messages.append({"role": "assistant", "content": answer(messages, episode)})
