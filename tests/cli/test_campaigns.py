@@ -33,8 +33,8 @@ def research(*arguments: object) -> str:
     ("options", "message"),
     [
         (["--budget", "much"], "budget = 'much': give hours or full runs, such as 48h or 500runs"),
-        (["--topic", " "], "--topic is empty: give the question"),
-        (["--topic", "なぜ学習しないのか"], "Give an English title, or a language model (--llm)"),
+        (["--topic", " "], "the topic is empty: give the question"),
+        (["--topic", "なぜ学習しないのか"], "translate it, or give a language model (--llm)"),
         (["--budget", "nanruns"], "budget = 'nanruns': give hours or full runs"),
         (["--budget", "1000000000runs"], "runs = 1000000000.0, hours = None: give one of them, more than 0, at most"),
         (["--budget", "0h"], "budget: runs = None, hours = 0.0: give one of them, more than 0"),
@@ -88,7 +88,7 @@ def test_folders_that_do_not_fit(tmp_path: Path) -> None:
     (tmp_path / "study" / "study.json").touch()
     assert "is a study" in research("digest", tmp_path / "study")
     (tmp_path / "llm.jsonl").touch()
-    started = ("start", "--topic", "x", "--subject", "s", "--budget", "20runs", "--out", tmp_path / "c")
+    started = ("start", "--topic", "why?", "--subject", "s", "--budget", "20runs", "--out", tmp_path / "c")
     assert "the record has no answers" in research(*started, "--llm", tmp_path / "llm.jsonl")
 
 

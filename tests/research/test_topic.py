@@ -63,7 +63,7 @@ def test_most_topics_are_read_as_asked() -> None:
         ("Do users prefer it?", "asks about people: .* give a judge"),
         ("Does the seed matter?", "asks about seed: .* ask about a setting"),
         ("temperature " + "1" * 5000, "5012 characters: give a question of at most 1000"),
-        ("学习率", "was not understood: its words '学习率'"),
+        ("学习率", "'学习率' is not in English: translate it, or give a language model"),
         ("Temperature 1 or 1", r"job\.temperature = 1 is named twice"),
         ("Does group size matter at equal tokens and at equal steps?", "holds steps and tokens equal: keep one"),
         *(

@@ -128,7 +128,7 @@ def report(
     from agentjet.research.campaign.report import build
     from agentjet.research.journal import StudyFolder
 
-    if (folder / STUDY).exists():
+    if not is_campaign(folder) or (folder / STUDY).exists():
         log = StudyFolder(folder).log()
         if check is None:
             typer.echo(studies.build(log, folder))
@@ -228,6 +228,8 @@ def run(folder: Folder, servers: Servers) -> None:
     from agentjet.research.journal import StudyFolder
     from agentjet.research.swarm_runner import check_arms
 
+    if (folder / NOTEBOOK).exists():
+        raise ConfigError(f"{folder} is a campaign: continue it with agentjet research resume {folder}")
     slots = servers.slots()
     if servers.server:
         check_arms(StudyFolder(folder).study())
@@ -506,15 +508,15 @@ def start(
     from agentjet.research.report import plan_page
     from agentjet.research.topic import given_levels, read_topic
 
-    asked_for, levels = read_topic(topic), given_levels(level or [])
-    if asked_for.form == "diagnose" and levels:
-        raise ConfigError(f"--level {level[0] if level else ''}: the question is about causes, not about levels")
-    question = Question(topic, Budget.parse(budget), seed)
     if (out / NOTEBOOK).exists():
         raise ConfigError(
             f"--out {out}: a campaign is there: continue it with agentjet research resume {out}, or, if it has ended "
             "or cannot go on, start with another --out"
         )
+    asked_for, levels = read_topic(topic), given_levels(level or [])
+    if asked_for.form == "diagnose" and levels:
+        raise ConfigError(f"--level {level[0] if level else ''}: the question is about causes, not about levels")
+    question = Question(topic, Budget.parse(budget), seed)
     asked, slots = proposers.of(out, unsafe), servers.slots()
     check_model_name(read_subject(subject).model, f"{subject}: model =")
     if out.is_dir() and any(out.iterdir()) and not (out / SOURCE).exists():

@@ -378,7 +378,7 @@ class Notebook(StudyJournal):
             "tried": [
                 each.content["name"] for each in self.of("hypothesis", until=until) if each.content["commit"] in ran
             ],
-            "found": [each["meaning"] for each in learned if each["accepted"]],
+            "found": [each["meaning"] for each in learned if each["accepted"] or each["verdict"] == "answered"],
             "ruled out": [
                 each["meaning"] for each in learned if each["verdict"] in ("refuted", "practically_equivalent")
             ],

@@ -166,7 +166,7 @@ class Subject(Record):
     evaluator: str = ""
     """Plays the held-out tasks; its mean reward is the score. Empty: the agent plays them."""
     deployed: str = ""
-    """Of a judged subject: plays the held-out tasks, in place of the agent, as in a changed world."""
+    """Plays the held-out tasks of a judged subject in place of the agent, as in a changed world."""
     agents: Mapping[str, str] = field(default_factory=dict)
     """By arm, the agents of arms that differ in code or in reward."""
     settings: Setting = field(default_factory=dict)

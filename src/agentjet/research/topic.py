@@ -70,7 +70,7 @@ class StudyQuestion(PlanPart):
     """By level of a factor that is code: the unified diff of the subject's files that makes it."""
     expects: str = ""
     refutes: str = ""
-    """What the author of the plan expects, and a result that would refute it. They decide nothing."""
+    """The expectation of the plan's author, and a result that would refute it. They decide nothing."""
 
     def reading(self) -> str:
         """Returns the sentence by which a person sees how the topic was read."""
@@ -194,6 +194,9 @@ def read_topic(topic: str) -> StudyQuestion:
         raise ConfigError("the topic is empty: give the question, such as 'Does a KL penalty help?'")
     if len(topic) > LONGEST_TOPIC:
         raise ConfigError(f"the topic has {len(topic)} characters: give a question of at most {LONGEST_TOPIC}")
+    letters = [character for character in topic if character.isalpha()]
+    if 2 * sum(map(str.isascii, letters)) < len(letters):
+        raise ConfigError(f"the topic {topic!r} is not in English: translate it, or give a language model (--llm)")
     text = f" {' '.join(words)} "
     amount = _pattern("amounts").search(text)
     amounts = {EQUAL[next(filter(None, found.groups()))] for found in _pattern("amounts").finditer(text)}

@@ -49,7 +49,7 @@ def planned(
         alpha=question.alpha_of(1),
         evaluator=question.evaluator,
         seed=question.seed,
-        subject=replace(first, agents=agents),
+        subject=replace(first, agents=agents, code=question.evaluator),
         form=asked.form,
         reading=asked.reading(),
     )

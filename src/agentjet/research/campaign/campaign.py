@@ -50,7 +50,7 @@ from agentjet.research.campaign.strategist import (
 )
 from agentjet.research.campaign.subject_repo import SubjectRepo
 from agentjet.research.diagnosis import toml_of
-from agentjet.research.journal import JournalEntry, Notebook, copied, stored
+from agentjet.research.journal import JournalEntry, Notebook, copied, stored, write_whole
 from agentjet.research.models import (
     MEASURED,
     Arm,
@@ -208,6 +208,8 @@ class Campaign:
             )
         study = replace(study, budget=round(min(left, cost.most), 6))
         content = {"study": study.to_json(), "name": study.topic, "commits": commits}
+        plan = json.dumps(content["study"], indent=2, ensure_ascii=False)
+        self.runs.patiently(partial(write_whole, self.notebook.path / "study.json", f"{plan}\n"))
         entry, key = self.runs.note("study", content, f"study {study.id}", [first.entry]), f"learned {study.id}"
         learned = self._learned(key, [entry.number], lambda: self._answered(study, commits))
         undecided = sum(one["verdict"] == "inconclusive" for one in learned["findings"])
