@@ -18,16 +18,19 @@ import shutil
 import subprocess
 import tomllib
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from agentjet.cli import load_example
-from agentjet.cli.research import local_slots
+from agentjet.cli.serve import ChildServer
 from agentjet.research.campaign.subject_repo import SubjectRepo
-from agentjet.research.models import Outcome, Trial
-from agentjet.research.swarm_runner import SwarmRunner
+from agentjet.research.models import Outcome, Subject, Trial
+from agentjet.research.swarm_runner import SharedServerSlot, SwarmRunner
 from bench.machine import CASES, ROOT
 
 FOLDER = CASES / "published"
@@ -58,42 +61,50 @@ def write_subjects(folder: Path) -> None:
 
 
 def measure(topic: Mapping[str, Any]) -> None:
-    """Trains every level with the seeds of the grid, and writes the file."""
-    with TemporaryDirectory() as made:
+    """Trains every level with the seeds of the grid, and writes the file.
+
+    A server of its own has the runs of a level. The levels are trained side by side, so that other work on the machine
+    affects their seconds alike.
+    """
+    with TemporaryDirectory() as made, ExitStack() as stack:
         place = Path(made)
         write_subjects(place / "subjects")
-        runs = {level: [] for level in topic["levels"]}
-        subjects = {level: place / level / topic["subject"] for level in runs}
-        for level, of_level in topic["levels"].items():
-            write_level(place, subjects[level], of_level.get("edit"))
-        repos = {level: SubjectRepo.create(place / level / "repo", subjects[level] / "subject.toml") for level in runs}
+        runners: dict[str, SwarmRunner] = {}
+        for level, edits in topic["levels"].items():
+            folder = place / level
+            repo = SubjectRepo.create(folder / "repo", write_level(place, level, topic["subject"], edits))
+            subject = repo.subject(repo.first)
+            server = stack.enter_context(ChildServer(None, overrides(subject), folder / "server", is_one_of_many=True))
+            server.connect().close()
+            slot = SharedServerSlot(server.url, (server.data_dir / "admin-token").read_text().strip(), print)
+            job = {name: value for name, value in subject.settings.items() if name.startswith("job.")}
+            runners[level] = stack.enter_context(SwarmRunner(replace(subject, settings=job), folder / "grid", [slot]))
 
-        def setting(level: str) -> dict[str, Any]:
-            given = topic["levels"][level].get("set", {})
-            return {key: str(place / "subjects" / value) if key == "model" else value for key, value in given.items()}
-
-        with SwarmRunner(
-            lambda trial: repos[trial.arm].subject(repos[trial.arm].first).varied(trial.setting),
-            place / "grid",
-            local_slots(2),
-        ) as runner:
-            for seed in SEEDS:  # All levels alternate, so that other work on the machine affects them alike.
-                for level in runs:
-                    runner.launch(f"{level} {seed}", Trial("grid", level, setting(level), seed, "confirm"))
+        def run(runner: SwarmRunner) -> list[Outcome]:
             for seed in SEEDS:
-                for level, found in runs.items():
-                    found.append(runner.collect(f"{level} {seed}"))
+                runner.launch(str(seed), Trial("grid", "base", {}, seed, "confirm"))
+            return [runner.collect(str(seed)) for seed in SEEDS]
+
+        with ThreadPoolExecutor() as pool:
+            runs = dict(zip(runners, pool.map(run, runners.values()), strict=True))
     write_grid(topic, runs)
 
 
-def write_level(place: Path, subject: Path, edit: Sequence[str] | None) -> None:
-    shutil.copytree(place / "subjects" / subject.name, subject)
-    (subject.parent / "models").symlink_to(place / "subjects" / "models")
-    if edit is not None:
-        before, after = edit
-        source = (subject / "agent.py").read_text(encoding="utf-8")
-        assert before in source, f"agent.py of {subject.name} has no {before!r}"
-        (subject / "agent.py").write_text(source.replace(before, after), encoding="utf-8")
+def overrides(subject: Subject) -> list[str]:
+    given = {"model.threads": 1, **subject.settings, "model.name": subject.model}
+    return [f"{name}={json.dumps(value)}" for name, value in given.items()]
+
+
+def write_level(place: Path, level: str, subject: str, edits: Sequence[Sequence[str]]) -> Path:
+    """Writes the subject at a level. Returns its subject.toml."""
+    folder = place / level / subject
+    shutil.copytree(place / "subjects" / subject, folder)
+    (folder.parent / "models").symlink_to(place / "subjects" / "models")
+    for name, before, after in edits:
+        text = (folder / name).read_text(encoding="utf-8")
+        assert before in text, f"{name} of {subject} has no {before!r}"
+        (folder / name).write_text(text.replace(before, after), encoding="utf-8")
+    return folder / "subject.toml"
 
 
 def write_grid(topic: Mapping[str, Any], runs: Mapping[str, Sequence[Outcome]]) -> None:
