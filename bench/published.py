@@ -14,8 +14,11 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import shutil
 import subprocess
+import sys
+import time
 import tomllib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,8 +31,10 @@ from typing import Any
 
 from agentjet.cli import load_example
 from agentjet.cli.serve import ChildServer
+from agentjet.research.campaign.strategist import table
 from agentjet.research.campaign.subject_repo import SubjectRepo
-from agentjet.research.models import Outcome, Subject, Trial
+from agentjet.research.journal import Notebook
+from agentjet.research.models import Hypothesis, Outcome, Study, Subject, Trial, Verdict
 from agentjet.research.swarm_runner import SharedServerSlot, SwarmRunner
 from bench.machine import CASES, ROOT
 
@@ -125,3 +130,89 @@ def write_grid(topic: Mapping[str, Any], runs: Mapping[str, Sequence[Outcome]]) 
     }
     text = json.dumps(content, indent=1)
     (FOLDER / f"{topic['name']}.json").write_text(f"{text}\n", encoding="utf-8")
+
+
+# ---- the line --------------------------------------------------------------------------------------------------------
+
+
+def conducted(names: Sequence[str], out: Path | None) -> dict[str, Any]:
+    """Conducts the topics, and prints a line for each."""
+    with TemporaryDirectory() as made:
+        folder = Path(made) if out is None else out.absolute()
+        folder.mkdir(parents=True, exist_ok=True)
+        if not (folder / "subjects").exists():
+            write_subjects(folder / "subjects")
+        agreed = {}
+        for topic in topics(names):
+            found = conduct(topic, folder / topic["name"], folder / "subjects")
+            agreed[topic["name"]] = found["agrees"]
+            print(f"{topic['name']}: {json.dumps(found)}", flush=True)
+    return {"published": sum(agreed.values()), "of": len(agreed), "disagree": [n for n, a in agreed.items() if not a]}
+
+
+def conduct(topic: Mapping[str, Any], out: Path, subjects: Path) -> dict[str, Any]:
+    """Runs the line of a topic to its report. Returns its claims beside the grid. `subjects` are those of
+    `write_subjects`.
+    """
+    command = ["research", "start", "--topic", topic["line"], "--subject", f"{topic['subject']}/subject.toml"]
+    command += ["--budget", topic["budget"], "--out", str(out), "--yes", *topic.get("options", ())]
+    began = time.monotonic()
+    with out.with_suffix(".log").open("ab") as log:
+        log.write(f"agentjet {shlex.join(command)}\n".encode())
+        log.flush()
+        done = subprocess.run([sys.executable, "-m", "agentjet.cli", *command], cwd=subjects, stdout=log, stderr=log)
+    is_done = done.returncode == 0 and (out / "report.md").exists()
+    found = {"exit": done.returncode, "minutes": round((time.monotonic() - began) / 60, 1)}
+    if not is_done:
+        return {**found, "agrees": False, "claims": []}
+    claims = read_claims(topic, out)
+    with Notebook(out, writer=False) as notebook:
+        spent = notebook.known("ended").content["spent"]["runs"]
+    agrees = bool(claims) and all(claim["agrees"] for claim in claims)
+    return {**found, "runs": round(spent, 1), "agrees": agrees, "claims": claims}
+
+
+def read_claims(topic: Mapping[str, Any], out: Path) -> list[dict[str, Any]]:
+    """Returns the claims of a campaign, each with the interval of the grid and whether they agree."""
+    grid = json.loads((FOLDER / f"{topic['name']}.json").read_text(encoding="utf-8"))["levels"]
+    with Notebook(out, writer=False) as notebook:
+        studies = [Study.from_json(entry.content["study"]) for entry in notebook.of("study")]
+        learned = [entry.content for entry in notebook.of("learned") if "verdict" in entry.content]
+    if "cause" in topic:
+        named = {remedy.name for remedy in table()[1] if remedy.cause == topic["cause"]}
+        found = [(s, s.hypotheses[0], one["finding"]) for s, one in zip(studies, learned) if one["name"] in named]
+        levels = [grid["given"], grid[topic["cure"]]]
+    else:
+        findings = {one["hypothesis"]: one for one in learned[0]["findings"]}
+        found = [(studies[0], claim, findings[claim.id]) for claim in studies[0].hypotheses if claim.id in findings]
+        levels = [*grid.values()]
+    return [compared(study, claim, finding["verdict"], levels) for study, claim, finding in found]
+
+
+def compared(
+    study: Study, claim: Hypothesis, verdict: Verdict, levels: Sequence[Mapping[str, Mapping[str, float]]]
+) -> dict[str, Any]:
+    """Compares a verdict with the grid, whose `levels` are in the order of the study's arms."""
+    samples = {
+        arm.name: [run["score"] if claim.metric == "score" else math.log(run["seconds"]) for run in level.values()]
+        for arm, level in zip(study.arms, levels, strict=True)
+    }
+    contrast = claim.contrast
+    grid = welch(*(samples[arm] for arm in contrast), weights=[*contrast.values()])
+    (low, high), matters = grid.interval(LEVEL), claim.sesoi or study.sesoi
+    right = [
+        name
+        for name, is_possible in {
+            "supported": high > matters,
+            "refuted": low < -matters,
+            "practically_equivalent": low < matters and high > -matters,
+        }.items()
+        if is_possible
+    ]
+    return {
+        "claim": claim.claim,
+        "verdict": verdict,
+        "grid": [round(value, 3) for value in (grid.estimate, low, high)],
+        "right": right,
+        "agrees": verdict in right or (verdict == "inconclusive" and len(right) > 1),
+    }
