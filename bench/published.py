@@ -35,6 +35,7 @@ from agentjet.research.campaign.strategist import table
 from agentjet.research.campaign.subject_repo import SubjectRepo
 from agentjet.research.journal import Notebook
 from agentjet.research.models import Hypothesis, Outcome, Study, Subject, Trial, Verdict
+from agentjet.research.statistics import welch
 from agentjet.research.swarm_runner import SharedServerSlot, SwarmRunner
 from bench.machine import CASES, ROOT
 
@@ -180,7 +181,11 @@ def read_claims(topic: Mapping[str, Any], out: Path) -> list[dict[str, Any]]:
         learned = [entry.content for entry in notebook.of("learned") if "verdict" in entry.content]
     if "cause" in topic:
         named = {remedy.name for remedy in table()[1] if remedy.cause == topic["cause"]}
-        found = [(s, s.hypotheses[0], one["finding"]) for s, one in zip(studies, learned) if one["name"] in named]
+        found = [
+            (s, s.hypotheses[0], one["finding"])
+            for s, one in zip(studies, learned, strict=False)
+            if one["name"] in named
+        ]
         levels = [grid["given"], grid[topic["cure"]]]
     else:
         findings = {one["hypothesis"]: one for one in learned[0]["findings"]}
