@@ -20,9 +20,9 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -32,7 +32,7 @@ from typing import Any
 from agentjet.cli import load_example
 from agentjet.cli.serve import ChildServer
 from agentjet.research.campaign.strategist import table
-from agentjet.research.campaign.subject_repo import SubjectRepo
+from agentjet.research.campaign.subject_repo import SubjectRepo, read_subject
 from agentjet.research.journal import Notebook
 from agentjet.research.models import Hypothesis, Outcome, Study, Subject, Trial, Verdict
 from agentjet.research.statistics import welch
@@ -80,8 +80,7 @@ def measure(topic: Mapping[str, Any]) -> None:
             folder = place / level
             repo = SubjectRepo.create(folder / "repo", write_level(place, level, topic["subject"], edits))
             subject = repo.subject(repo.first)
-            server = stack.enter_context(ChildServer(None, overrides(subject), folder / "server", is_one_of_many=True))
-            server.connect().close()
+            server = stack.enter_context(started(subject, folder / "server"))
             slot = SharedServerSlot(server.url, (server.data_dir / "admin-token").read_text().strip(), print)
             job = {name: value for name, value in subject.settings.items() if name.startswith("job.")}
             runners[level] = stack.enter_context(SwarmRunner(replace(subject, settings=job), folder / "grid", [slot]))
@@ -96,9 +95,14 @@ def measure(topic: Mapping[str, Any]) -> None:
     write_grid(topic, runs)
 
 
-def overrides(subject: Subject) -> list[str]:
+@contextmanager
+def started(subject: Subject, folder: Path) -> Iterator[ChildServer]:
+    """A server with the settings of a subject. Its trials are runs there, which start at once."""
     given = {"model.threads": 1, **subject.settings, "model.name": subject.model}
-    return [f"{name}={json.dumps(value)}" for name, value in given.items()]
+    overrides = [f"{name}={json.dumps(value)}" for name, value in given.items()]
+    with ChildServer(None, overrides, folder, is_one_of_many=True) as server:
+        server.connect().close()
+        yield server
 
 
 def write_level(place: Path, level: str, subject: str, edits: Sequence[Sequence[str]]) -> Path:
@@ -146,7 +150,8 @@ def conducted(names: Sequence[str], out: Path | None) -> dict[str, Any]:
         agreed = {}
         for topic in topics(names):
             found = conduct(topic, folder / topic["name"], folder / "subjects")
-            agreed[topic["name"]] = found["agrees"]
+            if not topic.get("beside"):
+                agreed[topic["name"]] = found["agrees"]
             print(f"{topic['name']}: {json.dumps(found)}", flush=True)
     return {"published": sum(agreed.values()), "of": len(agreed), "disagree": [n for n, a in agreed.items() if not a]}
 
@@ -158,7 +163,12 @@ def conduct(topic: Mapping[str, Any], out: Path, subjects: Path) -> dict[str, An
     command = ["research", "start", "--topic", topic["line"], "--subject", f"{topic['subject']}/subject.toml"]
     command += ["--budget", topic["budget"], "--out", str(out), "--yes", *topic.get("options", ())]
     began = time.monotonic()
-    with out.with_suffix(".log").open("ab") as log:
+    with ExitStack() as stack:
+        if topic.get("shared"):
+            subject = read_subject(subjects / topic["subject"] / "subject.toml")
+            server = stack.enter_context(started(subject, out.with_suffix(".server")))
+            command += ["--server", server.url, "--admin-token-file", str(server.data_dir / "admin-token")] * 2
+        log = stack.enter_context(out.with_suffix(".log").open("ab"))
         log.write(f"agentjet {shlex.join(command)}\n".encode())
         log.flush()
         done = subprocess.run([sys.executable, "-m", "agentjet.cli", *command], cwd=subjects, stdout=log, stderr=log)

@@ -110,6 +110,7 @@ LR, TEMPERATURE, SIZE = "job.optimizer.lr", "job.temperature", "job.group_size"
         ("Does training 3 times longer help?", {"steps": (40, 20, 80, 160)}, ("3 time",)),
         ("Temperature 0.7 for 20 steps or 1.0 for 40 steps?", {TEMPERATURE: (0.7, 1.0)}, ("20 step", "40 step")),
         ("Staleness of 4 steps", {"job.max_staleness": (0, 1, 4)}, ()),
+        ("Does the learning rate matter more with 12 steps?", {LR: (2e-5, 6e-6, 6e-5)}, ("12 step",)),
         ("Group sizes 2, 4 and 16 × learning rates 1e-6, 1e-5", {SIZE: (2, 4, 16), LR: (1e-6, 1e-5)}, ()),
         ("Does group size 8 beat 4 at temperature 0.7?", {SIZE: (4, 8), TEMPERATURE: (1.0, 0.7)}, ()),
         ("job.max_tokens 64 or 128", {"job.max_tokens": (64, 128)}, ()),

@@ -348,7 +348,14 @@ def _distance(one: Read, first: int, last: int) -> tuple[bool, int]:
 
 
 def _is_unit(word: str, factor: Factor) -> bool:
-    return any(word in _words(phrase.replace("_", " ")) for phrase in (factor.name.replace(".", " "), *factor.words))
+    """True if a phrase of the factor counts in the word: it is the last one, or a plural. `step size` counts no steps."""
+    phrases = (factor.name.replace(".", " ").replace("_", " "), *factor.words)
+    return any(
+        one.endswith("s") or place == len(phrase)
+        for phrase in map(str.split, phrases)
+        for place, one in enumerate(phrase, 1)
+        if _stem(one) == word
+    )
 
 
 def _rows(words: Sequence[str]) -> Iterator[list[tuple[int, int | float]]]:
