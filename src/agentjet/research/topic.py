@@ -348,7 +348,7 @@ def _distance(one: Read, first: int, last: int) -> tuple[bool, int]:
 
 
 def _is_unit(word: str, factor: Factor) -> bool:
-    """True if a phrase of the factor counts in the word: it is the last one, or a plural. `step size` counts no steps."""
+    """True if a phrase of the factor counts in the word: the last one, or a plural. A `step size` counts no steps."""
     phrases = (factor.name.replace(".", " ").replace("_", " "), *factor.words)
     return any(
         one.endswith("s") or place == len(phrase)
