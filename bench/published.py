@@ -52,8 +52,10 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
 
 
 def topics(names: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Returns these topics, or all."""
     every = tomllib.loads((FOLDER / "topics.toml").read_text(encoding="utf-8"))["topic"]
-    return [topic for topic in every if not names or topic["name"] in names]
+    named = {topic["name"]: topic for topic in every}
+    return [named[name] for name in names] or every
 
 
 def write_subjects(folder: Path) -> None:

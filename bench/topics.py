@@ -170,8 +170,9 @@ def truth(study: Study, claim: Hypothesis, score: Callable[[Setting], float], sp
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=20, help="studies of each world and spread")
-    parser.add_argument("--published", nargs="*", metavar="NAME", help="conduct published topics instead, by real runs")
-    parser.add_argument("--grids", nargs="*", metavar="NAME", help="measure the grids of published topics anew")
+    names = [topic["name"] for topic in published.topics()]
+    parser.add_argument("--published", nargs="*", choices=names, help="conduct published topics instead, by real runs")
+    parser.add_argument("--grids", nargs="*", choices=names, help="measure the grids of published topics anew")
     parser.add_argument("--out", type=Path, help="folder for the campaigns of --published, which are kept there")
     options = parser.parse_args()
     if options.grids is not None:
