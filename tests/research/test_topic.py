@@ -61,6 +61,11 @@ def test_most_topics_are_read_as_asked() -> None:
         ("Does the learning-rat matter?", "'rat' name nothing .* 'Does the learning rate matter"),
         ("¿Importa la tasa de aprendizaje?", "was not understood"),
         ("Do users prefer it?", "asks about people: .* give a judge"),
+        (
+            "Does KL help? Does the temperature matter?",
+            "asks 2 questions, 'Does KL help' and 'Does the temp.*': ask one at",
+        ),
+        ("Find the best learning rate. Then test if a curriculum helps", "asks 2 questions, 'Find the best"),
         ("Does the seed matter?", "asks about seed: .* ask about a setting"),
         ("temperature " + "1" * 5000, "5012 characters: give a question of at most 1000"),
         ("学习率", "'学习率' is not in English: translate it, or give a language model"),

@@ -489,6 +489,17 @@ def start(
             help="A level of what the question is about, such as agent=team.py:agent or steps=80; can be repeated.",
         ),
     ] = None,
+    tune: Annotated[
+        list[str] | None,
+        Option(
+            "--tune",
+            metavar="SETTING=VALUE",
+            help="A value of a setting that each arm tunes for itself, such as job.optimizer.lr=1e-5; repeated.",
+        ),
+    ] = None,
+    sesoi: Annotated[
+        float, Option(help="Smallest effect of interest: a difference of scores, as a share of the judge's scale.")
+    ] = 0.05,
     yes: Annotated[bool, Option("--yes", help="Run the plan without asking.")] = False,
     seed: Annotated[int, Option(help="Seed from which all seeds of the campaign are derived.")] = 0,
     unsafe: Unsafe = False,
@@ -500,12 +511,13 @@ def start(
     notebook. At the end the report is in the folder.
     """
     from agentjet.config.loader import check_model_name
-    from agentjet.research.campaign.asked import planned
+    from agentjet.research.campaign.asked import knobs_of, planned
     from agentjet.research.campaign.runs import Budget, Question
     from agentjet.research.campaign.subject_repo import SubjectRepo, read_subject, remove_parts
     from agentjet.research.journal import StudyFolder
     from agentjet.research.models import Study
     from agentjet.research.report import plan_page
+    from agentjet.research.swarm_runner import check_arms
     from agentjet.research.topic import given_levels, read_topic
 
     if (out / NOTEBOOK).exists():
@@ -513,10 +525,10 @@ def start(
             f"--out {out}: a campaign is there: continue it with agentjet research resume {out}, or, if it has ended "
             "or cannot go on, start with another --out"
         )
-    asked_for, levels = read_topic(topic), given_levels(level or [])
-    if asked_for.form == "diagnose" and levels:
-        raise ConfigError(f"--level {level[0] if level else ''}: the question is about causes, not about levels")
-    question = Question(topic, Budget.parse(budget), seed)
+    asked_for, levels, tuned = read_topic(topic), given_levels(level or []), given_levels(tune or [], "--tune")
+    if asked_for.form == "diagnose" and (named := [*levels, *tuned]):
+        raise ConfigError(f"{named[0]}: the question is about causes, not about levels: omit --level and --tune")
+    question = Question(topic, Budget.parse(budget), seed, sesoi=sesoi)
     asked, slots = proposers.of(out, unsafe), servers.slots()
     check_model_name(read_subject(subject).model, f"{subject}: model =")
     if out.is_dir() and any(out.iterdir()) and not (out / SOURCE).exists():
@@ -532,8 +544,10 @@ def start(
     if asked_for.equal == "episodes":  # The usual amount: that of the subject is the more special one.
         asked_for = asked_for.model_copy(update={"equal": question.equal})
     question = replace(question, equal=asked_for.equal)
-    plan = planned(question, asked_for, levels, repo)
+    plan = planned(question, asked_for, levels, repo, knobs_of(tuned))
     study = Study.from_json(plan["study"])
+    if servers.server:
+        check_arms(study)
     page = plan_page(study)
     write_plan(out, study, page)
     typer.echo(page)

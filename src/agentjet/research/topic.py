@@ -161,7 +161,7 @@ EQUAL: Mapping[str, Equal] = {
     "token": "tokens",
     "episode": "episodes",
     "step": "steps",
-    **dict.fromkeys(("second", "time", "hour", "minute"), "seconds"),
+    **dict.fromkeys(("second", "time", "hour", "minute", "wall clock"), "seconds"),
 }
 
 
@@ -209,14 +209,22 @@ def read_topic(topic: str) -> StudyQuestion:
     equal = next(iter(amounts), "episodes")
     form: Form = next((form for form in _table()["cues"] if _pattern("cues", form).search(text)), "compare")
     unread = list(dict.fromkeys(word for word in _unread(words, used, text) if word not in _fillers()))
-    if form == "robustness" and {one.factor.name for one in known} <= {"agent", "prompt", "steps"}:
+    if form == "robustness" and {one.factor.name for one in known} <= {"agent", "prompt", "steps", "tasks.order"}:
         known = [Read(factors()["world"], 0, 0)]
+    if form == "trade_off" and not known and "tokens" in _metrics(text, form, known):
+        known = [Read(factors()["job.recipe"], 0, 0, "alp")]
+    known += _choices_named(words, known, used)
     if form not in ("interaction", "scaling", "dose_response") or len(known) > 1:
         known = [one for one in known if not (one.is_time and form != "interaction")]
     if not known and form != "diagnose":
         raise ConfigError(_not_understood(topic, unread))
     if any(one.factor.name == "world" for one in known):  # Its policy is trained in any case.
         known = [one for one in known if one.factor.name not in ("steps", "agent", "prompt")]
+    if form not in ("diagnose", "interaction") and len(parts := _questions(topic)) > 1:
+        raise ConfigError(
+            f"the topic asks {len(parts)} questions, {' and '.join(map(repr, parts))}: ask one at a time; or ask if "
+            "the effect of one depends on the other"
+        )
     has_levels = form != "diagnose" and any(one.factor.ordered and one.level is None for one in known)
     if has_levels and (odd := ODD_NUMBER.search(topic.lower().replace("−", "-"))):
         raise ConfigError(
@@ -239,6 +247,22 @@ def read_topic(topic: str) -> StudyQuestion:
     return asked if form != "diagnose" else asked.model_copy(update={"metrics": ("score",), "needs": {}})
 
 
+CLAUSES = re.compile(
+    r"(?<!e\.g)(?<!i\.e)(?<!\bvs)[?.;!]\s+|,?\s+(?:and|then)\s+(?=(?:which|how|does|do|should|is|are|can|test|check|what|whether|if)\b)",
+    re.IGNORECASE,
+)
+
+
+def _questions(topic: str) -> list[str]:
+    """Returns the clauses of a topic that are about different things."""
+    found: list[tuple[str, set[str]]] = []
+    for clause in filter(None, CLAUSES.split(topic)):
+        names = {one.factor.name for one in _named(_words(clause))[0] if not one.is_time}
+        if names and not any(names & known for _, known in found):
+            found.append((clause.strip(" ?.;!"), names))
+    return [clause for clause, _ in found]
+
+
 @cache
 def _fillers() -> frozenset[str]:
     """Returns the words that change nothing in a topic once its factors, numbers and cues were found."""
@@ -256,9 +280,20 @@ ODD_NUMBER = re.compile(
 """Numbers with a unit, a power or a sign, and those that could be two."""
 
 
+POWERS = r"\b(?:in )?powers? of (?:two|2)\b|\b(?:repeatedly )?doubl(?:ing|ed)(?: repeatedly)?\b"
+RANGE = re.compile(r"\b(\d+) (?:up )?to (\d+)\b", re.ASCII)
+
+
+def _doubled(first: int, last: int) -> str:
+    """The numbers from one to another, each twice the one before."""
+    return " ".join(str(first * 2**power) for power in range(MOST_ARMS) if first * 2**power <= last)
+
+
 def _words(topic: str) -> list[str]:
     """Returns the words in lower case and in the singular."""
     plain = re.sub(r"(?<=[a-z])[-/](?=[a-z])", " ", topic.lower().replace("×", " x ").replace("'s", ""))
+    if re.search(POWERS, plain):
+        plain = RANGE.sub(lambda found: _doubled(int(found[1]), int(found[2])), re.sub(POWERS, "", plain))
     plain = re.sub(r"\b(?:job|model)\.(?:[a-z]+\.)*(?=[a-z])|_", " ", plain)
     plain = re.sub(r"-(?=\d+(?:\.\d+)?b\b)", " ", plain.replace("dr. ", "dr "))
     return [_stem(word) for word in WORD.findall(plain)]
@@ -266,6 +301,18 @@ def _words(topic: str) -> list[str]:
 
 def _stem(word: str) -> str:
     return word[:-1] if len(word) > 3 and word.endswith("s") and not word.endswith(("ss", "us", "is")) else word
+
+
+def _choices_named(words: Sequence[str], known: Sequence[Read], used: set[int]) -> list[Read]:
+    """Returns the levels among the words that are choices of the named settings, such as `k1` of an estimator."""
+    found = []
+    for one in {read.factor.name: read.factor for read in known if read.factor.name != "job.recipe"}.values():
+        choices = {str(level): level for level in one.levels if isinstance(level, str)}
+        for at, word in enumerate(words):
+            if at not in used and word in choices:
+                used.add(at)
+                found.append(Read(one, at, at, choices[word]))
+    return found
 
 
 @cache
@@ -398,6 +445,8 @@ def _varied(known: Sequence[Read], numbers: Sequence[tuple[str, int | float]], f
 def _compared(factor: Factor, own: list[Value], form: Form) -> tuple[Value, ...]:
     """Returns the named levels if there are several, in their order, else the usual ones."""
     usual = factor.levels
+    if form == "interaction" and all(isinstance(level, int | float) for level in usual):
+        usual = tuple(sorted(usual, key=_order))
     if factor.name == "job.recipe":
         return tuple(own)
     if len(own) > 1:
@@ -552,15 +601,15 @@ def arms_of(
     return arms, tuple(_claims(question, names, chosen))
 
 
-def given_levels(options: Sequence[str]) -> dict[str, list[Value]]:
-    """Reads levels that are given as `FACTOR=VALUE`. Raises `ConfigError`."""
+def given_levels(options: Sequence[str], named: str = "--level") -> dict[str, list[Value]]:
+    """Reads levels that are given as `FACTOR=VALUE` by the option `named`. Raises `ConfigError`."""
     found: dict[str, list[Value]] = {}
     for option in options:
         name, equals, text = option.partition("=")
-        refuse(not equals or not text, f"--level {option}: give FACTOR=VALUE, such as steps=80")
+        refuse(not equals or not text, f"{named} {option}: give FACTOR=VALUE, such as steps=80")
         if name not in factors():
             raise ConfigError(
-                f"--level {option}: {did_you_mean(name, factors(), 'there is no such factor', separator='.')}"
+                f"{named} {option}: {did_you_mean(name, factors(), 'there is no such factor', separator='.')}"
             )
         found.setdefault(name, []).append(parse_value(text))
     return found

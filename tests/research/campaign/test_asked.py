@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 
 from agentjet.errors import ConfigError
-from agentjet.research.campaign.asked import planned
+from agentjet.research.campaign.asked import knobs_of, planned
 from agentjet.research.campaign.campaign import Campaign
 from agentjet.research.campaign.runs import Budget, Question
 from agentjet.research.campaign.strategist import Strategist
@@ -89,6 +89,27 @@ def test_a_topic_that_was_interrupted_goes_on(tmp_path: Path, passed: int) -> No
     assert again["reason"] == done["reason"]
     assert [entry.key for entry in other] == [entry.key for entry in entries]
     assert other[4].content["findings"] == entries[4].content["findings"]
+
+
+def test_each_arm_tunes_what_it_does_not_set(tmp_path: Path) -> None:
+    """A recipe that needs a larger learning rate is compared at its own."""
+
+    def score(settings: Mapping[str, Any]) -> dict[str, float]:
+        best = 0.1 if settings.get("job.recipe.name") == "rloo" else 0.001
+        return {"score": 0.5 + 0.3 * (settings["job.optimizer.lr"] == best)}
+
+    question = Question("Is rloo better?", Budget(runs=60.0))
+    knobs = knobs_of(given_levels(["job.optimizer.lr=0.001", "job.optimizer.lr=0.1"], "--tune"))
+    plan = planned(question, read_topic(question.topic), {}, cast(SubjectRepo, HEALTHY), knobs)
+    with Notebook(tmp_path, now=lambda: 0.0) as notebook:
+        runner = FormulaRunner(HEALTHY, score)
+        Campaign(question, notebook, cast(Any, HEALTHY), runner, [Strategist()], FakeClock(), planned=plan).run()
+    view = StudyView(read_log(tmp_path / "study.sqlite"))
+    assert {arm: setting["job.optimizer.lr"] for arm, setting in view.chosen.items()} == {
+        "recipe grpo": 0.001,
+        "recipe rloo": 0.1,
+    }
+    assert "no difference within" in gather(view)["answer"][0]
 
 
 class Talkative(FormulaRunner):

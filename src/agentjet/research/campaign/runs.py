@@ -118,6 +118,7 @@ class Question(Record):
         return 2.0 * self.looks[0]
 
     def __post_init__(self) -> None:
+        refuse(not 0 < self.sesoi < 1, f"sesoi = {self.sesoi}: give a share of the judge's scale, between 0 and 1")
         least, runs = 2.0 + (self.equal in MEASURED) + self.study_cost, self.budget.runs or 0.0
         refuse(
             self.budget.runs is not None and runs < least,
