@@ -100,6 +100,10 @@ def test_a_reading_is_a_sentence() -> None:
     assert question.reading() == ("Which is better: job.recipe.kl_coef (0, 0.01); measured: score, at equal episodes")
 
 
+def test_a_reading_has_the_levels_that_are_given() -> None:
+    assert "model (a, b);" in read_topic("How does the score grow with model size?").reading({"model": ["a", "b"]})
+
+
 def test_a_reading_names_the_words_that_played_no_part() -> None:
     assert "these words played no part: penality" in read_topic("Does the kl penality matter?").reading()
 
@@ -212,8 +216,9 @@ def test_one_level_that_is_code_is_compared_with_that_of_the_subject(
 def test_a_warm_start_is_a_model(subject: Subject) -> None:
     Path("warm").mkdir()
     Path("warm/config.json").write_text("{}")
-    given, warm = arms_by_name("SFT warm start or RL only?", ["warm_start=warm"], subject).values()
-    assert given.changes == {} and warm.changes == {"model": str(Path("warm").resolve())}
+    arms = arms_by_name("SFT warm start or RL only?", ["warm_start=warm"], subject)
+    assert [arm.changes for arm in arms.values()] == [{}, {"model": str(Path("warm").resolve())}]
+    assert "warm_start warm" in arms, "the name is without the place of the folder"
 
 
 def test_a_patch_makes_a_level(subject: Subject) -> None:

@@ -36,6 +36,7 @@ from agentjet.research.models import (
     Value,
     number_of,
     refuse,
+    shown_model,
 )
 from agentjet.research.plan import METRIC, PlanPart
 
@@ -72,9 +73,10 @@ class StudyQuestion(PlanPart):
     refutes: str = ""
     """The expectation of the plan's author, and a result that would refute it. They decide nothing."""
 
-    def reading(self) -> str:
-        """Returns the sentence by which a person sees how the topic was read."""
-        shown = [f"{one.factor} ({_shown_levels(one.levels, self.form)})" for one in self.varied]
+    def reading(self, given: Mapping[str, Sequence[Value]] = {}) -> str:
+        """Returns the sentence by which a person sees how the topic was read. `given` are levels as in `arms_of`."""
+        levels = {one.factor: given.get(one.factor, one.levels) for one in self.varied}
+        shown = [f"{name} ({_shown_levels(own, self.form)})" for name, own in levels.items()]
         measured = " and ".join(self.metrics)
         equal = "" if any(one.factor == "steps" for one in self.varied) else f", at equal {self.equal}"
         read = f"{WORDS_OF_FORMS[self.form].format(' × '.join(shown))}; measured: {measured}{equal}"
@@ -538,7 +540,7 @@ def _shown_levels(levels: Sequence[Value], form: Form) -> str:
 def shown_level(level: Value) -> str:
     if isinstance(level, bool):
         return "on" if level else "off"
-    return f"{level:g}" if isinstance(level, float) else str(level)
+    return f"{level:g}" if isinstance(level, float) else shown_model(str(level))
 
 
 # ---- from a question to arms and claims ------------------------------------------------------------------------------

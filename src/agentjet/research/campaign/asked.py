@@ -59,7 +59,7 @@ def planned(
         seed=question.seed,
         subject=replace(first, model=shown_model(first.model), agents=agents, code=question.evaluator),
         form=asked.form,
-        reading=asked.reading(),
+        reading=asked.reading(levels),
     )
     cost, before = estimate_cost(study), 1 + (SHORT * len(made) if question.equal in MEASURED else 0)
     refuse(
