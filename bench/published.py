@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shlex
 import shutil
 import subprocess
@@ -135,7 +136,7 @@ def write_grid(topic: Mapping[str, Any], runs: Mapping[str, Sequence[Outcome]]) 
             for level, found in runs.items()
         },
     }
-    text = json.dumps(content, indent=1)
+    text = re.sub(r"\{\s+(.*),\s+(.*)\s+\}", r"{\1, \2}", json.dumps(content, indent=1))  # A run is a line.
     (FOLDER / f"{topic['name']}.json").write_text(f"{text}\n", encoding="utf-8")
 
 
