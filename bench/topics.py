@@ -10,6 +10,8 @@ are a formula and noise of the seed. A claim is *decidable* if its true contrast
 look away from the smallest effect of interest. `worlds_right` is the share of these with the right verdict,
 `worlds_wrong` the share of all claims with a wrong one.
 
+With `--published` these are not read, but conducted by real runs: see `bench.published`.
+
 Prints a line for each topic that is not as asked, then one JSON object as the last line.
 """
 
@@ -32,6 +34,8 @@ from agentjet.research.journal import StudyLog
 from agentjet.research.models import Hypothesis, Outcome, Setting, Study, Subject, Value, Verdict
 from agentjet.research.scheduler import conduct
 from agentjet.research.topic import StudyQuestion, read_topic
+from bench import published
+from bench.machine import report
 from tests.research.world import Formula
 
 CASES = Path(__file__).parent / "cases" / "topics.toml"
@@ -166,7 +170,18 @@ def truth(study: Study, claim: Hypothesis, score: Callable[[Setting], float], sp
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=20, help="studies of each world and spread")
+    names = [topic["name"] for topic in published.topics()]
+    parser.add_argument("--published", nargs="*", choices=names, help="conduct published topics instead, by real runs")
+    parser.add_argument("--grids", nargs="*", choices=names, help="measure the grids of published topics anew")
+    parser.add_argument("--out", type=Path, help="folder for the campaigns of --published, which are kept there")
     options = parser.parse_args()
+    if options.grids is not None:
+        for topic in published.topics(options.grids):
+            published.measure(topic)
+        return
+    if options.published is not None:
+        report("topics", published.conducted(options.published, options.out))
+        return
     results = []
     for topic in topics():
         result, text = judged(topic)

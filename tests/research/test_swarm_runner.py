@@ -114,9 +114,10 @@ def test_a_place_that_cannot_serve(tmp_path: Path) -> None:
         assert (outcome.trial, outcome.end, outcome.score) == (TRIAL.id, "infra_failed", None)
         assert outcome.note == "nowhere: no port is free"
         assert (tmp_path / "launches" / "k-1" / "run" / "trace").exists()
-        runner.launch("k-2", TRIAL)
+        runner.launch("k-2", replace(TRIAL, setting={"model": "larger"}))
         runner.collect("k-2")
     assert len(slot.asked) == 2 * MAX_SERVINGS and slot.finished == []
+    assert slot.asked[-1]["model.name"] == "larger"
     assert slot.asked[0] == {
         "job.optimizer.total_steps": 9,
         "job.group_size": 4,

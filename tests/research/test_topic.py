@@ -100,6 +100,10 @@ def test_a_reading_is_a_sentence() -> None:
     assert question.reading() == ("Which is better: job.recipe.kl_coef (0, 0.01); measured: score, at equal episodes")
 
 
+def test_a_reading_has_the_levels_that_are_given() -> None:
+    assert "model (a, b);" in read_topic("How does the score grow with model size?").reading({"model": ["a", "b"]})
+
+
 def test_a_reading_names_the_words_that_played_no_part() -> None:
     assert "these words played no part: penality" in read_topic("Does the kl penality matter?").reading()
 
@@ -115,6 +119,7 @@ LR, TEMPERATURE, SIZE = "job.optimizer.lr", "job.temperature", "job.group_size"
         ("Does training 3 times longer help?", {"steps": (40, 20, 80, 160)}, ("3 time",)),
         ("Temperature 0.7 for 20 steps or 1.0 for 40 steps?", {TEMPERATURE: (0.7, 1.0)}, ("20 step", "40 step")),
         ("Staleness of 4 steps", {"job.max_staleness": (0, 1, 4)}, ()),
+        ("Does the learning rate matter more with 12 steps?", {LR: (2e-5, 6e-6, 6e-5)}, ("12 step",)),
         ("Group sizes 2, 4 and 16 × learning rates 1e-6, 1e-5", {SIZE: (2, 4, 16), LR: (1e-6, 1e-5)}, ()),
         ("Does group size 8 beat 4 at temperature 0.7?", {SIZE: (4, 8), TEMPERATURE: (1.0, 0.7)}, ()),
         ("job.max_tokens 64 or 128", {"job.max_tokens": (64, 128)}, ()),
@@ -211,8 +216,9 @@ def test_one_level_that_is_code_is_compared_with_that_of_the_subject(
 def test_a_warm_start_is_a_model(subject: Subject) -> None:
     Path("warm").mkdir()
     Path("warm/config.json").write_text("{}")
-    given, warm = arms_by_name("SFT warm start or RL only?", ["warm_start=warm"], subject).values()
-    assert given.changes == {} and warm.changes == {"model": str(Path("warm").resolve())}
+    arms = arms_by_name("SFT warm start or RL only?", ["warm_start=warm"], subject)
+    assert [arm.changes for arm in arms.values()] == [{}, {"model": str(Path("warm").resolve())}]
+    assert "warm_start warm" in arms, "the name is without the place of the folder"
 
 
 def test_a_patch_makes_a_level(subject: Subject) -> None:

@@ -46,6 +46,11 @@ def of_server(setting: Setting) -> Setting:
     return {name: value for name, value in setting.items() if name not in OF_SUBJECT}
 
 
+def shown_model(model: str) -> str:
+    """Returns the name of a base model; of a folder without its place, which differs between machines."""
+    return Path(model).name if Path(model).is_absolute() else model
+
+
 def number_of(setting: Setting, name: str, default: float) -> float:
     """Returns the number of a setting. Raises `ConfigError` for another value."""
     value = setting.get(name, default)

@@ -48,6 +48,7 @@ from agentjet.research.models import (
     canonical,
     of_server,
     shortened,
+    shown_model,
 )
 from agentjet.research.trial_process import WRONG_STUDY, RunRecord, TrialOrder
 
@@ -446,8 +447,7 @@ class SwarmRunner:
             outcome = with_dead_environment(Outcome.from_json(read_json(draft)))
             if outcome.settings:  # those outside the job are the ones that the server was started with
                 known = self._setting(trial)
-                model = Path(str(known["model.name"]))
-                name = model.name if model.is_absolute() else str(model)
+                name = shown_model(str(known["model.name"]))
                 outcome = replace(outcome, settings={**known, "model.name": name, **outcome.settings})
         else:
             curve = RunRecord.open(run / "record.json").curve(subject.steps_at(trial.fidelity))

@@ -36,6 +36,7 @@ from agentjet.research.models import (
     Value,
     number_of,
     refuse,
+    shown_model,
 )
 from agentjet.research.plan import METRIC, PlanPart
 
@@ -72,9 +73,10 @@ class StudyQuestion(PlanPart):
     refutes: str = ""
     """The expectation of the plan's author, and a result that would refute it. They decide nothing."""
 
-    def reading(self) -> str:
-        """Returns the sentence by which a person sees how the topic was read."""
-        shown = [f"{one.factor} ({_shown_levels(one.levels, self.form)})" for one in self.varied]
+    def reading(self, given: Mapping[str, Sequence[Value]] = {}) -> str:
+        """Returns the sentence by which a person sees how the topic was read. `given` are levels as in `arms_of`."""
+        levels = {one.factor: given.get(one.factor, one.levels) for one in self.varied}
+        shown = [f"{name} ({_shown_levels(own, self.form)})" for name, own in levels.items()]
         measured = " and ".join(self.metrics)
         equal = "" if any(one.factor == "steps" for one in self.varied) else f", at equal {self.equal}"
         read = f"{WORDS_OF_FORMS[self.form].format(' × '.join(shown))}; measured: {measured}{equal}"
@@ -233,10 +235,10 @@ def read_topic(topic: str) -> StudyQuestion:
         )
     numbers, left_out = _numbers(words, known, used) if form != "diagnose" else ([], [])
     metrics = _metrics(" ".join(word for at, word in enumerate(words) if at not in used), form, known)
-    if len(metrics) > 1 and form not in ("diagnose", "interaction"):
-        form = "trade_off"
     if form != "diagnose":
         form = _form(form, _varied(known, numbers, form), len(numbers), text)
+    if len(metrics) > 1 and form not in ("diagnose", "interaction"):
+        form = "trade_off"
     varied = _varied(known, numbers, form)
     metrics = metrics if form == "trade_off" else metrics[-1:]
     needs = {one.factor.name: one.factor.needs for one in known if one.factor.needs}
@@ -395,7 +397,14 @@ def _distance(one: Read, first: int, last: int) -> tuple[bool, int]:
 
 
 def _is_unit(word: str, factor: Factor) -> bool:
-    return any(word in _words(phrase.replace("_", " ")) for phrase in (factor.name.replace(".", " "), *factor.words))
+    """True if a phrase of the factor counts in the word: the last one, or a plural. A `step size` counts no steps."""
+    phrases = (factor.name.replace(".", " ").replace("_", " "), *factor.words)
+    return any(
+        one.endswith("s") or place == len(phrase)
+        for phrase in map(str.split, phrases)
+        for place, one in enumerate(phrase, 1)
+        if _stem(one) == word
+    )
 
 
 def _rows(words: Sequence[str]) -> Iterator[list[tuple[int, int | float]]]:
@@ -531,7 +540,7 @@ def _shown_levels(levels: Sequence[Value], form: Form) -> str:
 def shown_level(level: Value) -> str:
     if isinstance(level, bool):
         return "on" if level else "off"
-    return f"{level:g}" if isinstance(level, float) else str(level)
+    return f"{level:g}" if isinstance(level, float) else shown_model(str(level))
 
 
 # ---- from a question to arms and claims ------------------------------------------------------------------------------

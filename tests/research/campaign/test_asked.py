@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,7 +19,7 @@ from agentjet.research.campaign.runs import Budget, Question
 from agentjet.research.campaign.strategist import Strategist
 from agentjet.research.campaign.subject_repo import SubjectRepo
 from agentjet.research.journal import JournalEntry, Notebook, read_log
-from agentjet.research.models import Equal, Outcome
+from agentjet.research.models import Equal, Outcome, Subject
 from agentjet.research.report import StudyView, gather
 from agentjet.research.topic import given_levels, read_topic
 from tests.research.campaign.campaign_world import SICK, Commits, FakeClock, FormulaRunner
@@ -146,3 +147,17 @@ def test_a_study_that_cannot_begin(topic: str, said: str) -> None:
 def test_hours_that_cannot_pay_for_the_study_end_it(tmp_path: Path) -> None:
     done, _ = campaign(tmp_path, "Temperature 1 or 1.3?", FormulaRunner(HEALTHY, hotter), Budget(hours=0.002))
     assert "the study needs 8.0 full runs at least" in done["reason"]
+
+
+def test_the_place_of_a_model_changes_no_seed() -> None:
+    class Placed(Commits):
+        model = "tiny"
+
+        def described(self, commit: str) -> Subject:
+            return replace(super().described(commit), model=self.model)
+
+    class Elsewhere(Placed):
+        model = "/srv/models/tiny"
+
+    plans = [plan_of("Temperature 1 or 1.3?", of({**SICK}), RUNS)[1] for of in (Placed, Elsewhere)]
+    assert plans[0] == plans[1] and plans[0]["study"]["subject"]["model"] == "tiny"

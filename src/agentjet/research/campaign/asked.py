@@ -9,7 +9,7 @@ from typing import Any
 from agentjet.errors import ConfigError
 from agentjet.research.campaign.runs import SHORT, Question
 from agentjet.research.campaign.subject_repo import SubjectRepo
-from agentjet.research.models import MEASURED, Arm, Knob, Refused, Study, Value, refuse
+from agentjet.research.models import MEASURED, Arm, Knob, Refused, Study, Value, refuse, shown_model
 from agentjet.research.plan import check_arms
 from agentjet.research.scheduler import estimate_cost
 from agentjet.research.topic import METRICS_IN_WORDS, StudyQuestion, arms_of
@@ -57,9 +57,9 @@ def planned(
         alpha=question.alpha_of(1),
         evaluator=question.evaluator,
         seed=question.seed,
-        subject=replace(first, agents=agents, code=question.evaluator),
+        subject=replace(first, model=shown_model(first.model), agents=agents, code=question.evaluator),
         form=asked.form,
-        reading=asked.reading(),
+        reading=asked.reading(levels),
     )
     cost, before = estimate_cost(study), 1 + (SHORT * len(made) if question.equal in MEASURED else 0)
     refuse(
