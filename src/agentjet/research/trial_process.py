@@ -57,7 +57,9 @@ from agentjet.types import Task
 # ---- judged episodes -------------------------------------------------------------------------------------------------
 
 MAX_JUDGED = 32
-"""Maximum training episodes that the judge scores, for comparison with the training reward."""
+"""Newest training episodes that the judge scores, for comparison with the training reward."""
+MAX_EXTREME = 8
+"""Best and worst paid training episodes of the whole run that it scores beside these."""
 MAX_COUNTED = 4000
 """Maximum training episodes that are counted by task."""
 MAX_TRIED = 16
@@ -158,7 +160,7 @@ class JudgedEpisodes:
     Facts of such an outcome, beside those of `agentjet.research.diagnosis`:
 
     * `swapped`: pay of well paid held-out conversations under tasks with other answers, relative to that under theirs.
-    * `training_reward`, `judged_reward`: means of the newest training episodes.
+    * `training_reward`, `judged_reward`: means of the training episodes that were compared, the newest and extremes.
     * `rejected`, `overpaid`: shares of these episodes that training paid against the judge's order (`paid_facts`).
     * `unseen.KEY`: share of these episodes in which no prompt had the value of an input (`_unseen`).
     """
@@ -229,29 +231,41 @@ class JudgedEpisodes:
     async def with_training(self, outcome: Outcome) -> Outcome:
         """The outcome with rewards by task, transcripts, and facts about the training episodes."""
         by_task: dict[str, tuple[float, float, int]] = {}
-        newest: list[tuple[Task, Transcript]] = []
         tasks = {(task.task_set, task.id): task for task in self._arm.tasks}
         held_out = {key for task in self._held_out if isinstance(task.payload, dict) for key in task.payload}
         telling = {*await asyncio.to_thread(self._judge.telling_keys, self._arm.tasks, held_out), *self._subject.hidden}
-        counted = 0
+        listed: list[tuple[float, str, Task | None]] = []
         async for episode in self._swarm.all_episodes(status="finished", mode="train"):
             assert episode.reward is not None, "a finished episode has a reward"
-            reward, task = episode.reward, tasks.get((episode.task_set, episode.task_id))
+            reward = episode.reward
             least, most, number = by_task.get(episode.task_id, (reward, reward, 0))
             by_task[episode.task_id] = min(least, reward), max(most, reward), number + 1
-            if len(newest) < MAX_JUDGED and task and (messages := await self._conversation(episode.episode_id)):
+            listed.append((reward, episode.episode_id, tasks.get((episode.task_set, episode.task_id))))
+            if len(listed) >= MAX_COUNTED:
+                break
+        ranked = sorted(listed[MAX_JUDGED:], key=lambda one: one[0])
+        extreme = ranked if len(ranked) <= 2 * MAX_EXTREME else ranked[:MAX_EXTREME] + ranked[-MAX_EXTREME:]
+        newest = await self._compared(listed[:MAX_JUDGED], telling)
+        compared = newest + await self._compared(extreme, telling)
+        found = [episode for _, episode in newest]
+        facts = await asyncio.to_thread(self._swapped)
+        facts |= paid_facts([(one.reward, one.judged) for _, one in compared if one.judged is not None])
+        facts |= self._unseen(compared)
+        return replace(outcome, facts={**outcome.facts, **facts}, transcripts=chosen(found), by_task=by_task)
+
+    async def _compared(
+        self, episodes: Iterable[tuple[float, str, Task | None]], telling: Container[str]
+    ) -> list[tuple[Task, Transcript]]:
+        """Training episodes that made a call, with the judge's scores."""
+        found = []
+        for reward, episode, task in episodes:
+            if task and (messages := await self._conversation(episode)):
                 judged = None
                 with suppress(ConfigError):  # a judge may need what training tasks lack
                     judged = await asyncio.to_thread(self._judge.score, task, messages)
                 shown = without(task.payload, telling)
-                newest.append((task, Transcript("best", shown, tuple(messages), reward, judged)))
-            if (counted := counted + 1) >= MAX_COUNTED:
-                break
-        found = [episode for _, episode in newest]
-        facts = await asyncio.to_thread(self._swapped)
-        facts |= paid_facts([(one.reward, one.judged) for one in found if one.judged is not None])
-        facts |= self._unseen(newest)
-        return replace(outcome, facts={**outcome.facts, **facts}, transcripts=chosen(found), by_task=by_task)
+                found.append((task, Transcript("best", shown, tuple(messages), reward, judged)))
+        return found
 
     async def _conversation(self, episode_id: str) -> list[Message]:
         return conversation(await self._swarm.episode_tree(episode_id))

@@ -164,7 +164,7 @@ SETTINGS = ("job.temperature", "job.recipe.kl_coef", "job.optimizer.lr", "job.gr
 
 def test_every_row_refers_to_known_facts() -> None:
     full = run(
-        facts={"rejected": 0.1, "overpaid": 0.1, "swapped": 0.1, "unseen.q": 1.0},
+        facts={"rejected": 0.1, "overpaid": 0.1, "swapped": 0.1, "unseen.q": 1.0, "held_out_error": 0.1},
         signals=dict.fromkeys(SIGNALS, (1.0,) * 6),
         settings=dict.fromkeys(SETTINGS, 1.0),
         by_task={"a": (0.0, 1.0, 9)},
@@ -175,6 +175,7 @@ def test_every_row_refers_to_known_facts() -> None:
     fields = {name for row in remedies for _, name, _, _ in string.Formatter().parse(row.why) if name}
     assert fields <= known | {"unseen_names"}
     assert {row.cause for row in remedies} <= {rule.cause for rule in rules} | {""}
+    assert frozenset().union(*(row.unless for row in remedies)) <= {rule.cause for rule in rules}
 
 
 def test_an_unknown_fact_fulfils_no_condition() -> None:

@@ -324,6 +324,7 @@ class Remedy(BaseModel):
     low: float = 0.0
     high: float = float("inf")
     edit: str = ""
+    unless: frozenset[str] = frozenset()
 
     def changes(self, settings: Mapping[str, Value]) -> dict[str, Value]:
         """The settings that it changes. Empty if one of them has no present value or would not change."""
@@ -366,6 +367,8 @@ def facts_of(run: Outcome) -> dict[str, float]:
         "score_first": run.curve[0] if run.curve else None,
         "unseen_fields": float(len(unseen_fields(run))),
     }
+    if run.facts.get("held_out_error"):
+        found["fall_errors"] = (found["score_fall"] or 0.0) / run.facts["held_out_error"]
     early, late = partial(third, run, 0), partial(third, run, -1)
     found |= {
         "zero_variance": early("groups/zero_variance"),
@@ -438,7 +441,8 @@ class Strategist:
         if shown & BROKEN:
             return []
         left = facts_of(run).get("left", 1.0)
-        rows = [row for row in table()[1] if (row.cause in shown or not row.cause) and row.prior * left >= WORTH]
+        fitting = [row for row in table()[1] if (row.cause in shown or not row.cause) and not row.unless & shown]
+        rows = [row for row in fitting if row.prior * left >= WORTH]
         found = [(row, made) for row in rows if (made := combined(view, [row])) is not None]
         found.sort(key=lambda pair: -pair[0].prior)
         best: dict[str, Remedy] = {}

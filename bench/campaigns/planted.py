@@ -23,7 +23,7 @@ from agentjet.research.campaign.subject_repo import SubjectRepo
 from agentjet.research.journal import JournalEntry
 from agentjet.types import Task
 from bench.machine import CASES
-from bench.numpy_world.world import DEFAULTS, Code, SubjectRunner
+from bench.campaigns.world import DEFAULTS, Code, SubjectRunner
 
 NUM_TASKS, NUM_DEAD, NUM_HELD_OUT = 256, 512, 64
 LEAK = "leaking_judge"
@@ -202,7 +202,6 @@ def one(rng: random.Random, troubles: tuple[str, ...], seed: int, number: int) -
 
 # ---- the truth -------------------------------------------------------------------------------------------------------
 
-TRUTH_SEEDS = 6
 REACHED = 0.95
 """Share of the healthy performance at which every trouble counts as mended, by whatever change."""
 NEEDED_TOKENS = 21
@@ -252,8 +251,8 @@ def judged(planted: Planted, entries: Sequence[JournalEntry], runner: SubjectRun
     base = ended["base"]
     leaks = "other tasks" in ended["reason"]
     is_trap = LEAK in planted.troubles
-    first, final = (runner.truth(commit, TRUTH_SEEDS) for commit in (runner.repo.first, base))
-    possible = healthy.truth(healthy.repo.first, TRUTH_SEEDS)
+    first, final = (runner.truth(commit) for commit in (runner.repo.first, base))
+    possible = healthy.truth(healthy.repo.first)
     claims = claims_of(entries, runner)
     if leaks or is_trap:
         claims.append(("the judge leaks", *("yes" if true else "no" for true in (leaks, is_trap))))
@@ -282,7 +281,7 @@ def claims_of(entries: Sequence[JournalEntry], runner: SubjectRunner) -> list[tu
     for entry in entries:
         if entry.kind == "study" and (found := learned.get(entry.key.removeprefix("study "))):
             study = entry.content["study"]
-            arms = {arm["name"]: runner.truth(arm["code"], TRUTH_SEEDS) for arm in study["arms"]}
+            arms = {arm["name"]: runner.truth(arm["code"]) for arm in study["arms"]}
             effect = arms["changed"] - arms["base"]
             true = (
                 "practically_equivalent" if abs(effect) < study["sesoi"] else "supported" if effect > 0 else "refuted"

@@ -16,6 +16,7 @@ import types
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import fmean
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -27,9 +28,9 @@ from agentjet.errors import AgentJetError
 from agentjet.research.arm_process import ArmClient, ArmFailed
 from agentjet.research.campaign.subject_repo import SubjectRepo
 from agentjet.research.models import Message, Outcome, Subject, Trial, canonical
-from agentjet.research.trial_process import JudgedEpisodes, NotScorable
+from agentjet.research.trial_process import HeldOutScore, JudgedEpisodes, NotScorable
 from agentjet.types import Reward, Task
-from bench.numpy_world.policy import Policy, Sample
+from bench.campaigns.policy import Policy, Sample
 from tests.research.planted_failures import Adam
 from tests.research.world import Launches
 
@@ -53,6 +54,8 @@ NAMES = ("temperature", "max_tokens")
 FORMS = (-1.5, 0.5, 1.5, -2.0)
 """First logits of bare, sentence, reasoned and list."""
 SKILL = 0.6
+FIRST_SEED = 1 << 40
+FALL = 0.03
 
 
 class Code:
@@ -190,7 +193,7 @@ class Run:
         self.judging = Judging(subject, self.held_out, cast(AsyncSwarm, self.recorder), cast(ArmClient, self.recorder))
         self.judging.recorder = self.recorder
         self.adam, self.adam_forms = Adam(), Adam()
-        self.curve: list[float] = []
+        self.scores: list[HeldOutScore] = []
         self.signals: dict[str, list[float | None]] = {}
         self.step, self.failed, self.error = 0, 0, ""
 
@@ -201,7 +204,7 @@ class Run:
             while self.step < min(mark, last):
                 self.train(self.step)
                 self.step += 1
-            self.curve.append((await self.judging.score(mark, self.seed)).mean)
+            self.scores.append(await self.judging.score(mark, self.seed))
 
     def train(self, step: int) -> None:
         settings = self.settings
@@ -281,7 +284,15 @@ class Run:
             raise ArmFailed(self.error)
         signals = {name: tuple(values) for name, values in self.signals.items()}
         plain = {name: value for name, value in self.settings.items() if name.startswith("job.")}
-        ended = Outcome(trial.id, "completed", self.curve[-1], tuple(self.curve), signals, plain)
+        facts = {
+            "tasks_held_out": float(len(self.held_out)),
+            "tasks_shared": 0.0,
+            "held_out_before": self.scores[0].mean,
+            "held_out_after": self.scores[-1].mean,
+            "held_out_error": math.hypot(self.scores[0].error, self.scores[-1].error),
+        }
+        curve = tuple(score.mean for score in self.scores)
+        ended = Outcome(trial.id, "completed", curve[-1], curve, signals, plain, facts)
         return await self.judging.with_training(ended)
 
 
@@ -295,6 +306,7 @@ class SubjectRunner(Launches):
     """A `TrialRunner`. The arm of a trial is a commit."""
 
     repo: SubjectRepo
+    truth_seeds: int = 6
     outcomes: dict[str, Outcome] = field(default_factory=dict)
 
     def collect(self, key: str) -> Outcome:
@@ -314,11 +326,17 @@ class SubjectRunner(Launches):
         except (ArmFailed, NotScorable, AgentJetError) as error:
             return Outcome(trial.id, "arm_failed", note=str(error))
 
-    def truth(self, commit: str, seeds: int) -> float:
-        """Mean score of a commit over seeds that no campaign draws. 0 if it cannot run."""
-        trials = [Trial("truth", commit, {}, FIRST_SEED + number, "confirm") for number in range(seeds)]
-        scores = [self.run(trial).score for trial in trials]
-        return math.fsum(score or 0.0 for score in scores) / seeds
+    def truths(self, commit: str) -> list[Outcome]:
+        """Outcomes of a commit with seeds that no campaign draws."""
+        return [
+            self.run(Trial("truth", commit, {}, FIRST_SEED + number, "confirm")) for number in range(self.truth_seeds)
+        ]
 
+    def truth(self, commit: str) -> float:
+        """True score of a commit. 0 if it cannot run."""
+        return fmean(run.score or 0.0 for run in self.truths(commit))
 
-FIRST_SEED = 1 << 40
+    def falls(self, commit: str) -> bool:
+        """True if the true score falls from its best during a run."""
+        curve = np.mean([run.curve for run in self.truths(commit)], axis=0)
+        return bool(curve.max() - curve[-1] > FALL)

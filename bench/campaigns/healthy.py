@@ -18,8 +18,8 @@ from typing import Any
 
 from agentjet.research.journal import JournalEntry
 from bench.machine import CASES
-from bench.numpy_world.planted import NUM_HELD_OUT, NUM_TASKS, answer_to, claims_of, jsonl
-from bench.numpy_world.world import SubjectRunner
+from bench.campaigns.planted import NUM_HELD_OUT, NUM_TASKS, answer_to, claims_of, jsonl
+from bench.campaigns.world import SubjectRunner
 
 TROUBLES = frozenset(
     {
@@ -157,6 +157,13 @@ def false_statements(entries: Sequence[JournalEntry], runner: SubjectRunner) -> 
         if entry.kind == "observed"
         for sign in entry.content["signs"]
         if sign["cause"] in TROUBLES
+    ]
+    found += [
+        f"step_too_large: {entry.content['trial']['arm']}"
+        for entry in entries
+        if entry.kind == "observed"
+        and any(sign["cause"] == "step_too_large" for sign in entry.content["signs"])
+        and not runner.falls(entry.content["trial"]["arm"])
     ]
     found += [
         f"refused: {entry.content['reason']}"
