@@ -14,12 +14,15 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
+from agentjet.errors import ConfigError
+from agentjet.research.campaign.subject_repo import SubjectRepo
 from agentjet.research.journal import JournalEntry
-from bench.machine import CASES
-from bench.campaigns.planted import NUM_HELD_OUT, NUM_TASKS, answer_to, claims_of, jsonl
+from bench.campaigns.planted import NUM_HELD_OUT, NUM_TASKS, answer_to, claims_of, entries_of, jsonl, unloaded, write
 from bench.campaigns.world import SubjectRunner
+from bench.machine import CASES
 
 TROUBLES = frozenset(
     {
@@ -30,6 +33,7 @@ TROUBLES = frozenset(
 """Signs that name a trouble which no subject here has."""
 QUESTIONS = ("largest", "smallest", "first", "last")
 FREQUENT = 0.7
+BUDGET = 40.0
 AGENT = '''"""Asks one question."""
 
 import re
@@ -147,6 +151,16 @@ def healthy(seed: int, number: int) -> Healthy:
             "held_out.jsonl": jsonl(rows("h", NUM_HELD_OUT)),
         },
     )
+
+
+def conducted(healthy: Healthy, folder: Path) -> list[str]:
+    """What a campaign on this subject said that is not true."""
+    try:
+        repo = SubjectRepo.create(folder / "campaign", write(healthy.files, folder / "given"), load=unloaded)
+    except ConfigError as error:
+        return [f"refused at the start: {error}"]
+    runner = SubjectRunner(repo=repo, truth_seeds=12)
+    return false_statements(entries_of(repo, runner, BUDGET), runner)
 
 
 def false_statements(entries: Sequence[JournalEntry], runner: SubjectRunner) -> list[str]:

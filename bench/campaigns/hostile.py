@@ -42,7 +42,7 @@ from agentjet.research.campaign import proposers
 from agentjet.research.campaign.campaign import FIXED, Campaign
 from agentjet.research.campaign.proposers import CodingAgent, LanguageModel, LlmEndpoint, LlmToolCall, Reply, Tool
 from agentjet.research.campaign.runs import Budget, Question
-from agentjet.research.campaign.strategist import Intervention, Proposer, ProposerAway, Strategist, View, unified_diff
+from agentjet.research.campaign.strategist import Intervention, Proposer, Strategist, View, unified_diff
 from agentjet.research.campaign.subject_repo import SubjectRepo
 from agentjet.research.journal import Notebook
 from agentjet.research.models import Address, Message, Outcome, Trial
@@ -75,7 +75,7 @@ group_size = 4
     "judge.py": 'def score(task, messages):\n    return float(messages[-1]["content"] == task.payload["answer"])\n',
     "tasks.jsonl": '{"id": "a", "question": "1+1", "answer": "2"}\n{"id": "b", "question": "1+2", "answer": "3"}\n',
 }
-AGENT_FILE = '''
+AGENT_FILE = """
 import glob, json, os, shutil, signal, socket, subprocess, sys, threading, time
 from urllib.parse import urlparse
 
@@ -116,6 +116,18 @@ def ask(episode, messages):
     return found.raise_for_status().json()["choices"][0]["message"]["content"]
 
 
+def api(method, path, **body):
+    from urllib.request import Request, urlopen
+
+    headers = {{"Authorization": "Bearer " + BAIT["address"]["token"], "Content-Type": "application/json"}}
+    url = BAIT["address"]["url"] + "/swarm/v1" + path
+    try:
+        with urlopen(Request(url, json.dumps(body).encode(), headers, method=method), timeout=5) as response:
+            tell(response.read(100000).decode())
+    except Exception as error:
+        print(method, path, repr(error), getattr(error, "read", lambda n: b"")(300), file=sys.stderr)
+
+
 def attack(task=None, episode=None):
     {attack}
 {at_import}
@@ -124,8 +136,8 @@ def agent(task, episode):
     returned = {at_play}
     text = ask(episode, [{{"role": "user", "content": task.payload["question"] + "".join(TOLD)[:8000]}}])
     return 0.0 if returned is None else returned
-'''
-CODING_AGENT = '''
+"""
+CODING_AGENT = """
 import glob, json, os, shutil, signal, socket, subprocess, sys, threading, time
 BAIT = json.loads({bait!r})
 def change(): open("subject/agent.py", "a").write("\\nx = 1\\n")
@@ -134,7 +146,7 @@ def owned(): why(BAIT["mark"])
 def attack():
     {attack}
 attack()
-'''
+"""
 
 
 @dataclass(frozen=True)
@@ -235,10 +247,13 @@ class ArmRunner(Launches):
         address = Address(self.place.url, self.place.token)
         order = ArmOrder(subject.agent, subject.tasks, address, 2, "", home, subject.readable)
         try:
-            async with asyncio.timeout(LOADING + PLAYING), AsyncSwarm(address.url, address.token) as swarm:
-                async with arm_process.started(order) as arm:
-                    async with asyncio.timeout(PLAYING):
-                        score = (await JudgedEpisodes(subject, tasks, swarm, arm).score(0, 1)).mean
+            async with (
+                asyncio.timeout(LOADING + PLAYING),
+                AsyncSwarm(address.url, address.token) as swarm,
+                arm_process.started(order) as arm,
+                asyncio.timeout(PLAYING),
+            ):
+                score = (await JudgedEpisodes(subject, tasks, swarm, arm).score(0, 1)).mean
         except ArmFailed as error:
             return Outcome(trial.id, "arm_failed", note=str(error))
         except (NotScorable, AgentJetError, TimeoutError) as error:
@@ -349,7 +364,7 @@ def is_forbidden(name: str, value: object) -> bool:
 
 def filled(text: str, bait: Bait) -> str:
     for key, value in asdict(bait).items():
-        text = text.replace("{%s!r}" % key, repr(value)).replace("{%s}" % key, str(value))
+        text = text.replace(f"{{{key}!r}}", repr(value)).replace(f"{{{key}}}", str(value))
     return text.replace("{judge}", f"{bait.campaign}/judge")
 
 

@@ -14,17 +14,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from agentjet.client.inputs import load_tasks
 from agentjet.errors import AgentJetError
-from agentjet.research.campaign.strategist import table
+from agentjet.research.campaign.campaign import Campaign
+from agentjet.research.campaign.runs import Budget, Question
+from agentjet.research.campaign.strategist import Strategist, table
 from agentjet.research.campaign.subject_repo import SubjectRepo
-from agentjet.research.journal import JournalEntry
+from agentjet.research.journal import JournalEntry, Notebook
 from agentjet.types import Task
-from bench.machine import CASES
 from bench.campaigns.world import DEFAULTS, Code, SubjectRunner
+from bench.machine import CASES
+from tests.research.campaign.campaign_world import FakeClock
 
+BUDGET = 80.0
 NUM_TASKS, NUM_DEAD, NUM_HELD_OUT = 256, 512, 64
 LEAK = "leaking_judge"
 AGENT = '''"""Asks one question, and pays for the right answer."""
@@ -233,6 +238,12 @@ class Judged:
     def wrong(self) -> list[tuple[str, str, str]]:
         return [claim for claim in self.claims if claim[1] not in ("inconclusive", claim[2])]
 
+    def line(self) -> str:
+        shown = f"{self.first:.2f} to {self.score:.2f} of {self.healthy:.2f}, {self.runs:.1f} runs"
+        wrong = f", wrong: {self.wrong}" if self.wrong else ""
+        form = f" ({self.planted.form})" if any(name.startswith("agent_") for name in self.planted.troubles) else ""
+        return f"{self.planted.name}{form}: mended {self.mended}, {shown}, accepted {self.accepted}{wrong}"
+
 
 def exhaustive_cost() -> float:
     """Full runs to try every single remedy of the table once, at full length, with the fewest seeds of a verdict."""
@@ -272,6 +283,40 @@ def judged(planted: Planted, entries: Sequence[JournalEntry], runner: SubjectRun
         claims,
         runs,
     )
+
+
+def conducted(planted: Planted, folder: Path) -> Judged:
+    """A campaign on a subject, and the truth about it."""
+    repo = SubjectRepo.create(folder / "campaign", write(planted.files(), folder / "given"), load=unloaded)
+    runner = SubjectRunner(repo=repo)
+    return judged(planted, entries_of(repo, runner, BUDGET), runner, folder)
+
+
+def entries_of(repo: SubjectRepo, runner: SubjectRunner, runs: float) -> list[JournalEntry]:
+    """The notebook of a campaign with this budget."""
+    with Notebook(repo.folder) as notebook:
+        question = Question("why does it not learn?", Budget(runs=runs), **repo.rules)
+        Campaign(question, notebook, repo, runner, [Strategist()], FakeClock(), lambda _: None).run()
+        return notebook.entries
+
+
+def summary(found: Sequence[Judged]) -> dict[str, Any]:
+    """The figures; `recovered` leaves out the judges that leak. `by_trouble`: mended of planted."""
+    troubles = [(name, is_mended) for one in found for name, is_mended in one.mended.items()]
+    claims = sum(len(one.claims) for one in found)
+    names = sorted({name for name, _ in troubles})
+    return {
+        "mended": fmean(is_mended for _, is_mended in troubles),
+        "recovered": fmean(one.recovered for one in found if LEAK not in one.planted.troubles),
+        "wrong": sum(len(one.wrong) for one in found) / max(1, claims),
+        "cost_ratio": fmean(one.runs for one in found) / exhaustive_cost(),
+        "troubles": len(troubles),
+        "claims": claims,
+        "subjects": len(found),
+        "by_trouble": {
+            name: f"{sum(m for n, m in troubles if n == name)}/{sum(n == name for n, _ in troubles)}" for name in names
+        },
+    }
 
 
 def claims_of(entries: Sequence[JournalEntry], runner: SubjectRunner) -> list[tuple[str, str, str]]:

@@ -11,9 +11,11 @@ Shapes: S samples, F features, A answers (ten digits and gibberish), Q questions
 from __future__ import annotations
 
 import bisect
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 
 import numpy as np
@@ -56,8 +58,9 @@ class Prompt:
     hints: Floats
     """(forms,)."""
 
-    @classmethod
-    def read(cls, text: str) -> Prompt:
+    @staticmethod
+    @cache
+    def read(text: str) -> Prompt:
         features = np.zeros(FEATURES)
         shown = [int(digit) for digit in re.findall(r"\d", text)]
         for digit in shown:
@@ -71,7 +74,7 @@ class Prompt:
         for words, form, strength in HINTS:
             if words in low:
                 hints[form] += strength
-        return cls(question, features, hints)
+        return Prompt(question, features, hints)
 
 
 @dataclass
@@ -99,14 +102,11 @@ class Policy:
         self.weights = weights
         self.forms = np.array(forms, np.float64)
         self.start_weights, self.start_forms = weights.copy(), self.forms.copy()
-        self._prompts: dict[str, Prompt] = {}
         self._tables: dict[tuple[str, float], tuple[list[float], list[list[float]]]] = {}
         self._strange = -DEPTH
 
     def prompt(self, text: str) -> Prompt:
-        if text not in self._prompts:
-            self._prompts[text] = Prompt.read(text)
-        return self._prompts[text]
+        return Prompt.read(text)
 
     def moved(self) -> None:
         """Forgets the distributions after a step."""
@@ -125,10 +125,10 @@ class Policy:
         known = self._tables.get((text, temperature))
         if known is None:
             prompt = self.prompt(text)
-            forms = softmax((self.forms + prompt.hints) / temperature)
-            raw = prompt.features @ self.weights[prompt.question]
-            digits = softmax(self.scaled(raw[None, :] * EXACT[:, None]) / temperature)
-            known = list(accumulate(forms.tolist())), [list(accumulate(row)) for row in digits.tolist()]
+            forms = cumulative(((self.forms + prompt.hints) / temperature).tolist())
+            raw = (prompt.features @ self.weights[prompt.question] / temperature).tolist()[:GIBBERISH]
+            strange = self._strange / temperature
+            known = forms, [cumulative([*(factor * one for one in raw), strange]) for factor in EXACT.tolist()]
             self._tables[text, temperature] = known
         return known
 
@@ -189,6 +189,14 @@ class Policy:
         np.add.at(weights, questions, features[:, :, None] * push_digit[:, None, :])
         entropy = -(p_form * log_form).sum(-1) - (p_digit * log_digit).sum(-1)
         return weights, (push_form / temperature).sum(0), float(entropy.mean()), float(kl.mean())
+
+
+def cumulative(logits: Sequence[float]) -> list[float]:
+    """Cumulative probabilities. Faster than NumPy for so few."""
+    highest = max(logits)
+    shares = [math.exp(logit - highest) for logit in logits]
+    total = sum(shares)
+    return list(accumulate(share / total for share in shares))
 
 
 def softmax(logits: Floats) -> Floats:

@@ -306,7 +306,7 @@ class SubjectRunner(Launches):
     """A `TrialRunner`. The arm of a trial is a commit."""
 
     repo: SubjectRepo
-    truth_seeds: int = 6
+    truth_seeds: int = 4
     outcomes: dict[str, Outcome] = field(default_factory=dict)
 
     def collect(self, key: str) -> Outcome:

@@ -58,8 +58,10 @@ from agentjet.types import Task
 
 MAX_JUDGED = 32
 """Newest training episodes that the judge scores, for comparison with the training reward."""
-MAX_EXTREME = 8
-"""Best and worst paid training episodes of the whole run that it scores beside these."""
+MAX_EXTREME = 16
+"""Best and worst paid training episodes of the whole run that it scores beside these, of tasks that were paid unequally
+if there are any.
+"""
 MAX_COUNTED = 4000
 """Maximum training episodes that are counted by task."""
 MAX_TRIED = 16
@@ -243,7 +245,9 @@ class JudgedEpisodes:
             listed.append((reward, episode.episode_id, tasks.get((episode.task_set, episode.task_id))))
             if len(listed) >= MAX_COUNTED:
                 break
-        ranked = sorted(listed[MAX_JUDGED:], key=lambda one: one[0])
+        earlier = listed[MAX_JUDGED:]
+        uneven = [one for one in earlier if one[2] and by_task[one[2].id][0] < by_task[one[2].id][1]]
+        ranked = sorted(uneven or earlier, key=lambda one: one[0])
         extreme = ranked if len(ranked) <= 2 * MAX_EXTREME else ranked[:MAX_EXTREME] + ranked[-MAX_EXTREME:]
         newest = await self._compared(listed[:MAX_JUDGED], telling)
         compared = newest + await self._compared(extreme, telling)
