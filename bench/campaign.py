@@ -9,17 +9,29 @@ share of studies whose verdict is not that of the fresh seeds, `cost_ratio` the 
 at full length with four seeds. Three figures are tests of campaigns: `breaches` (hostile proposals that became
 commits), `resume_identical` (SIGKILL at entries of the notebook), and `week_ok` (servers that are away or lose runs).
 
-Prints a line for each subject, then one JSON object then one JSON object as the last line.
+Three options measure other things instead, without a model:
+
+* `--unseen SEED...`: the same figures for twelve planted subjects of each seed in a world of NumPy that executes the
+  subject's files (`campaigns/planted.py`, `cases/planted.toml`);
+* `--honest SEED`: `false_statements` of campaigns on forty healthy subjects in that world (`campaigns/healthy.py`);
+* `--hostile [TEXT...]`: `fatal`, `escaped`, `leaked` of the hostile answers in `campaigns/attacks.py`, or only of those
+  whose names have one of the texts (`campaigns/hostile.py`).
+
+Prints a line for each subject, then one JSON object as the last line.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import statistics
 import tempfile
 import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -34,6 +46,7 @@ from agentjet.research.campaign.subject_repo import SubjectRepo
 from agentjet.research.journal import Notebook
 from agentjet.research.models import Trial
 from agentjet.research.swarm_runner import SwarmRunner
+from bench.campaigns import healthy, hostile, planted
 from bench.machine import bounded, report, tests_pass
 
 LIMIT = '            "max_tokens": 3,\n'
@@ -152,11 +165,64 @@ def tested() -> dict[str, Any]:
     }
 
 
+# ---- without a model -------------------------------------------------------------------------------------------------
+
+UNSEEN_AT_LEAST = {"mended": 0.85, "recovered": 0.9}
+NONE = dict.fromkeys(("false_statements", "fatal", "escaped", "leaked"), 0.0)
+HEALTHY_SUBJECTS = 40
+
+
+def in_folder(measure: Callable[[Any, Path], Any], case: Any) -> Any:
+    with tempfile.TemporaryDirectory(prefix="agentjet-bench-") as folder:
+        return measure(case, Path(folder))
+
+
+def unseen(seeds: Sequence[int], jobs: int) -> dict[str, Any]:
+    """Figures of the subjects that these seeds draw."""
+    found: list[planted.Judged] = []
+    with ProcessPoolExecutor(jobs) as pool:
+        subjects = [subject for seed in seeds for subject in planted.drawn(seed)]
+        for judged in pool.map(partial(in_folder, planted.conducted), subjects):
+            found.append(judged)
+            print(judged.line(), flush=True)
+    return planted.summary(found)
+
+
+def honest(seed: int, jobs: int) -> dict[str, Any]:
+    """Number of false statements, by subject the distinct ones."""
+    false = 0
+    with ProcessPoolExecutor(jobs) as pool:
+        subjects = [healthy.healthy(seed, number) for number in range(HEALTHY_SUBJECTS)]
+        results = pool.map(partial(in_folder, healthy.conducted), subjects)
+        for subject, said in zip(subjects, results, strict=True):
+            false += len(said)
+            print(f"{subject.name}: {subject.about}: {said or 'nothing false'}", flush=True)
+    return {"false_statements": false, "subjects": HEALTHY_SUBJECTS, "seed": seed}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=[*PLANTED, "tests"], default=[*PLANTED, "tests"])
     parser.add_argument("--local", type=int, default=2, help="servers at the same time")
+    parser.add_argument("--unseen", nargs="+", type=int, metavar="SEED")
+    parser.add_argument("--honest", type=int, metavar="SEED")
+    parser.add_argument("--hostile", nargs="*", metavar="TEXT")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes of these three")
     given = parser.parse_args()
+    if given.unseen:
+        found = unseen(given.unseen, given.jobs)
+        report("campaign", found, bounded(found, UNSEEN_AT_LEAST, AT_MOST))
+        return
+    if given.honest is not None:
+        found = honest(given.honest, given.jobs)
+        report("campaign", found, bounded(found, {}, NONE))
+        return
+    if given.hostile is not None:
+        with tempfile.TemporaryDirectory(prefix="agentjet-hostile-") as made:
+            Path(made).chmod(0o755)  # arms and coding agents are other users
+            found = hostile.summary(hostile.measured(Path(made), given.hostile, given.jobs))
+        report("campaign", found, bounded(found, {}, NONE))
+        return
     names = [name for name in given.only if name != "tests"]
     with tempfile.TemporaryDirectory() as made:
         found = measured(Path(made), names, given.local) if names else {}

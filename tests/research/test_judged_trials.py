@@ -109,6 +109,10 @@ def swapped(subject: Subject, answers: Sequence[str]) -> dict[str, float]:
 LABELS = ["yes"] * 20 + ["no"] * 2
 GENEROUS = "def score(task, messages):\n    return 10.0 * messages[-1]['content'].isalpha()\n"
 TEN = "def score(task, messages):\n    return 3.0 + 7.0 * (messages[-1]['content'] == task.payload['answer'])\n"
+NEAR = """
+def score(task, messages):
+    return 1.0 - abs(int(messages[-1]["content"]) - int(task.payload["answer"])) / 9
+"""
 LAST = """
 def score(task, messages):
     return float(messages[-1]["content"].split()[-1] == task.payload["answer"].split()[-1])
@@ -122,16 +126,19 @@ def score(task, messages):
         ("", ["yes"] * 22, LABELS, {}, False),
         (LAST, LABELS, [f"proof {n}: {label}" for n, label in enumerate(LABELS)], {}, False),
         (TEN, list("abcdefgh"), list("abcdefgh"), {"best": 10.0}, False),
+        (NEAR, list("45654565"), list("45654565"), {}, None),  # other answers are nearly right
+        (NEAR, list("55555555"), list("19284756"), {}, None),  # the middle is never far
         (GENEROUS, list("abcdefgh"), list("abcdefgh"), {"best": 10.0}, True),
         (GENEROUS, ["yes"] * 22, LABELS, {"best": 10.0}, True),
     ],
 )
 def test_a_leak_is_what_other_answers_would_not_earn(
-    judge: str, answers: list[str], labels: list[str], scale: dict[str, float], leaks: bool, subject: Subject
+    judge: str, answers: list[str], labels: list[str], scale: dict[str, float], leaks: bool | None, subject: Subject
 ) -> None:
+    """None: no answer shows it."""
     rows = [{"q": n, "answer": label} for n, label in enumerate(labels)]
     found = swapped(with_held_out(subject, *rows, judge=judge, **scale), answers)
-    assert (found["swapped"] > 0.9) is leaks and found["swapped"] >= 0.0
+    assert found["swapped"] == -1.0 if leaks is None else (found["swapped"] > 0.9) is leaks and found["swapped"] >= 0.0
 
 
 @pytest.mark.parametrize(("best", "worst", "score"), [(10.0, 0.0, 0.5), (0.0, 10.0, 0.5), (20.0, 0.0, 0.25)])
@@ -160,9 +167,15 @@ def test_a_score_outside_of_the_scale_names_the_way_out(subject: Subject) -> Non
         ([(10.0, 1.0), (0.0, 0.0), (5.0, 0.5)], 0.0, 0.0),  # another scale teaches the same
         ([(-1.0, 0.0), (1.0, 1.0)], 0.0, 0.0),
         ([(-1.0, 1.0), (1.0, 1.0), (1.0, 1.0), (1.0, 0.0)], 0.25, 0.25),
+        ([(0.0, 0.3), (0.0, 0.0), (1.0, 1.0)], 0.0, 0.0),  # coarser than the judge
+        ([(0.2, 0.0), (0.0, 0.0), (1.0, 1.0)], 0.0, 0.0),  # finer
+        ([(1.0, 1.0), (0.6, 0.8), (0.0, 0.0)], 0.0, 0.0),  # not in proportion
+        ([(-1.0, 0.3), (-1.0, 0.0)], 0.0, 0.0),  # nothing is accepted yet
     ],
 )
-def test_rewards_may_have_another_scale(pairs: list[tuple[float, float]], rejected: float, overpaid: float) -> None:
+def test_rewards_may_have_another_scale_and_other_steps(
+    pairs: list[tuple[float, float]], rejected: float, overpaid: float
+) -> None:
     facts = paid_facts(pairs)
     assert (facts["rejected"], facts["overpaid"]) == (rejected, overpaid)
 
@@ -177,14 +190,16 @@ TRAINING = tuple(
     ("shown", "code", "prompts", "unseen"),
     [
         ((), "task.payload['q']", ["?"] * 8, {}),  # it may be metadata, or the answer
-        ((), "task.payload['q']", [f"{n} + {n}" for n in range(1, 5)] + ["?"] * 4, {"q": 0.5}),
-        ((), "", [f"{n} + {n}" for n in range(1, 5)] + ["?"] * 4, {}),
-        ((), "task.payload['label']", [f"is it {2 * n}" for n in range(1, 5)] + ["?"] * 4, {}),
+        ((), "task.payload['q']", [f"{n} + {n}" for n in range(1, 5)] + ["?"] * 4, {}),  # shown on purpose
+        (("q",), "task.payload['q']", [f"{n} + {n}" for n in range(1, 5)] + ["?"] * 4, {"q": 0.5}),
         (("q",), "", ["?"] * 8, {"q": 1.0}),
+        (("q",), "", [f"task x{n}" for n in range(1, 9)], {"q": 1.0}),
+        (("q",), "task.payload['q']", [f"number x{n}" for n in range(1, 9)], {}),  # perhaps in another form
+        (("q",), "", [f"{n}+{n} = ?" for n in range(1, 9)], {}),
         (("q",), "", [f"{n} + {n}" for n in range(1, 9)], {}),
     ],
 )
-def test_inputs_are_declared_or_shown_by_the_agent_itself(
+def test_a_declared_input_that_prompts_lack(
     shown: tuple[str, ...], code: str, prompts: list[str], unseen: dict[str, float], subject: Subject, tmp_path: Path
 ) -> None:
     """Keys whose value the judge pays are neither inputs nor in what proposers read."""

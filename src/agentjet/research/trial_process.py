@@ -57,7 +57,11 @@ from agentjet.types import Task
 # ---- judged episodes -------------------------------------------------------------------------------------------------
 
 MAX_JUDGED = 32
-"""Maximum training episodes that the judge scores, for comparison with the training reward."""
+"""Newest training episodes that the judge scores, for comparison with the training reward."""
+MAX_EXTREME = 16
+"""Best and worst paid training episodes of the whole run that it scores beside these, of tasks that were paid unequally
+if there are any.
+"""
 MAX_COUNTED = 4000
 """Maximum training episodes that are counted by task."""
 MAX_TRIED = 16
@@ -66,6 +70,12 @@ MAX_PARTS = 8
 """Maximum parts of a list that are tried as answers, and maximum tasks under which a conversation is tried."""
 FEWEST_SWAPPED = 4
 """Fewest swapped conversations that tell of the judge."""
+AS_GOOD = 0.9
+"""Share of the pay of the hidden values from which a conversation counts as well paid."""
+APART = 0.5
+"""Least difference of two scores of which one accepts an answer and the other does not."""
+SHOWN = 0.75
+"""Share of the words of an input from which a prompt shows it."""
 TELLS = 0.75
 """Mean pay from which the value of a key counts as the answer."""
 OVER = 1e-6
@@ -152,8 +162,8 @@ class JudgedEpisodes:
     Facts of such an outcome, beside those of `agentjet.research.diagnosis`:
 
     * `swapped`: pay of well paid held-out conversations under tasks with other answers, relative to that under theirs.
-    * `training_reward`, `judged_reward`: means of the newest training episodes.
-    * `rejected`, `overpaid`: share of these episodes that the judge scored higher, or lower, than training paid.
+    * `training_reward`, `judged_reward`: means of the training episodes that were compared, the newest and extremes.
+    * `rejected`, `overpaid`: shares of these episodes that training paid against the judge's order (`paid_facts`).
     * `unseen.KEY`: share of these episodes in which no prompt had the value of an input (`_unseen`).
     """
 
@@ -192,12 +202,13 @@ class JudgedEpisodes:
         return scoring(rewards, ended["plays"])
 
     def _swapped(self) -> dict[str, float]:
-        """Scores well paid conversations under tasks whose hidden values all differ, and for which the judge does not
-        take theirs: in a sound exact match, many tasks may have equal answers.
+        """Scores well paid conversations under tasks with other hidden values, for which the judge rejects theirs.
+        In a sound exact match many tasks may have equal answers, and a graded judge pays answers that are near. If the
+        judge takes the values for all tasks alike, any other task serves.
         """
         hidden = [self._hidden(task) for task in self._held_out]
         own, swapped = [], []
-        for place, (_, messages, score) in enumerate(self._played):
+        for place, (task, messages, score) in enumerate(self._played):
             order = [*range(place + 1, len(hidden)), *range(place)]
             others = [
                 self._held_out[number]
@@ -206,41 +217,59 @@ class JudgedEpisodes:
                 and hidden[place].keys() == hidden[number].keys()
                 and all(value != hidden[number][key] for key, value in hidden[place].items())
             ][:MAX_PARTS]
-            if score < 0.5 or not others:
+            references = [*hidden[place].values()]
+            due = [self._judge.pay(task, value) for value in references]
+            if not others or score < max(0.5, AS_GOOD * max(due)):
                 continue
-            references = hidden[place].values()
-            apart = (one for one in others if all(self._judge.pay(one, value) < 0.5 for value in references))
+            paid = [[self._judge.pay(other, value) for value in references] for other in others]
+            apart = next((n for n, pays in enumerate(paid) if max(pays) < APART), None)
+            if apart is None and not all(pay >= full for pays in paid for pay, full in zip(pays, due, strict=True)):
+                continue
             with suppress(ConfigError):
-                swapped.append(self._judge.score(next(apart, others[0]), messages))
+                swapped.append(self._judge.score(others[apart or 0], messages))
                 own.append(score)
         return {"swapped": math.fsum(swapped) / math.fsum(own)} if len(own) >= FEWEST_SWAPPED else {}
 
     async def with_training(self, outcome: Outcome) -> Outcome:
         """The outcome with rewards by task, transcripts, and facts about the training episodes."""
         by_task: dict[str, tuple[float, float, int]] = {}
-        newest: list[tuple[Task, Transcript]] = []
         tasks = {(task.task_set, task.id): task for task in self._arm.tasks}
         held_out = {key for task in self._held_out if isinstance(task.payload, dict) for key in task.payload}
         telling = {*await asyncio.to_thread(self._judge.telling_keys, self._arm.tasks, held_out), *self._subject.hidden}
-        counted = 0
+        listed: list[tuple[float, str, Task | None]] = []
         async for episode in self._swarm.all_episodes(status="finished", mode="train"):
             assert episode.reward is not None, "a finished episode has a reward"
-            reward, task = episode.reward, tasks.get((episode.task_set, episode.task_id))
+            reward = episode.reward
             least, most, number = by_task.get(episode.task_id, (reward, reward, 0))
             by_task[episode.task_id] = min(least, reward), max(most, reward), number + 1
-            if len(newest) < MAX_JUDGED and task and (messages := await self._conversation(episode.episode_id)):
+            listed.append((reward, episode.episode_id, tasks.get((episode.task_set, episode.task_id))))
+            if len(listed) >= MAX_COUNTED:
+                break
+        earlier = listed[MAX_JUDGED:]
+        uneven = [one for one in earlier if one[2] and by_task[one[2].id][0] < by_task[one[2].id][1]]
+        ranked = sorted(uneven or earlier, key=lambda one: one[0])
+        extreme = ranked if len(ranked) <= 2 * MAX_EXTREME else ranked[:MAX_EXTREME] + ranked[-MAX_EXTREME:]
+        newest = await self._compared(listed[:MAX_JUDGED], telling)
+        compared = newest + await self._compared(extreme, telling)
+        found = [episode for _, episode in newest]
+        facts = await asyncio.to_thread(self._swapped)
+        facts |= paid_facts([(one.reward, one.judged) for _, one in compared if one.judged is not None])
+        facts |= self._unseen(compared)
+        return replace(outcome, facts={**outcome.facts, **facts}, transcripts=chosen(found), by_task=by_task)
+
+    async def _compared(
+        self, episodes: Iterable[tuple[float, str, Task | None]], telling: Container[str]
+    ) -> list[tuple[Task, Transcript]]:
+        """Training episodes that made a call, with the judge's scores."""
+        found = []
+        for reward, episode, task in episodes:
+            if task and (messages := await self._conversation(episode)):
                 judged = None
                 with suppress(ConfigError):  # a judge may need what training tasks lack
                     judged = await asyncio.to_thread(self._judge.score, task, messages)
                 shown = without(task.payload, telling)
-                newest.append((task, Transcript("best", shown, tuple(messages), reward, judged)))
-            if (counted := counted + 1) >= MAX_COUNTED:
-                break
-        found = [episode for _, episode in newest]
-        facts = await asyncio.to_thread(self._swapped)
-        facts |= paid_facts([(one.reward, one.judged) for one in found if one.judged is not None])
-        facts |= self._unseen(newest, telling)
-        return replace(outcome, facts={**outcome.facts, **facts}, transcripts=chosen(found), by_task=by_task)
+                found.append((task, Transcript("best", shown, tuple(messages), reward, judged)))
+        return found
 
     async def _conversation(self, episode_id: str) -> list[Message]:
         return conversation(await self._swarm.episode_tree(episode_id))
@@ -249,28 +278,42 @@ class JudgedEpisodes:
         payload = task.payload if isinstance(task.payload, dict) else {}
         return {key: payload[key] for key in self._subject.hidden if key in payload}
 
-    def _unseen(self, episodes: Sequence[tuple[Task, Transcript]], telling: Container[str]) -> dict[str, float]:
-        """Inputs that prompts lack: the declared ones, or those that the agent's code shows in some prompts only.
+    def _unseen(self, episodes: Sequence[tuple[Task, Transcript]]) -> dict[str, float]:
+        """Declared inputs that prompts lack. The agent may show one in another form. So it counts only if tasks with
+        other values of it had equal prompts, or if no file beside the agent's names it.
 
         Other keys of a task may be answers, tests or metadata, so that no prompt may show them.
         """
-        source = Path(file_and_function(self._subject.agent)[0])
-        code = source.read_text(encoding="utf-8", errors="replace") if source.is_file() else ""
+        files = Path(file_and_function(self._subject.agent)[0]).parent.glob("*.py")
+        code = "\n".join(file.read_text(encoding="utf-8", errors="replace") for file in files)
         asked = [
             (task.payload, "\n".join(str(one["content"]) for one in episode.messages if one.get("role") != "assistant"))
             for task, episode in episodes
             if isinstance(task.payload, dict)
         ]
         found = {}
-        for key in sorted({key for payload, _ in asked for key in payload} - {*NAMES}):
-            declared = key in self._subject.shown
-            values = [(payload.get(key), prompt) for payload, prompt in asked]
-            plain = all(isinstance(value, str | int | float) and not isinstance(value, bool) for value, _ in values)
-            lacking = statistics.fmean(str(value) not in prompt for value, prompt in values)
-            in_some = plain and key not in telling and bool(re.search(rf"""["']{re.escape(key)}["']""", code))
-            if lacking and (declared or (not self._subject.shown and in_some and lacking < 1)):
-                found[f"{UNSEEN}{key}"] = lacking
+        for key in self._subject.shown:
+            values = [(payload[key], prompt) for payload, prompt in asked if key in payload]
+            different = {(canonical(value), prompt) for value, prompt in values}
+            is_equal = len(different) > len({prompt for _, prompt in different})
+            lacking = [not shows(prompt, value) for value, prompt in values]
+            if any(lacking) and (is_equal or not re.search(rf"""["']{re.escape(key)}["']""", code)):
+                found[f"{UNSEEN}{key}"] = statistics.fmean(lacking)
         return found
+
+
+def shows(prompt: str, value: Any) -> bool:
+    """True if a prompt has most words of a value, or all of them in a row."""
+    said, words = words_of(prompt), words_of(value)
+    return "".join(words) in "".join(said) or sum(word in said for word in words) >= SHOWN * len(words)
+
+
+def words_of(value: Any) -> list[str]:
+    """The words of a text, of a number, or of all parts of a list or an object."""
+    parts = [*value.values()] if isinstance(value, dict) else value
+    if isinstance(parts, list | tuple):
+        return [word for part in parts for word in words_of(part)]
+    return re.findall(r"\w+", str(value).casefold())
 
 
 def without(payload: Any, keys: Container[str]) -> Any:
@@ -281,21 +324,22 @@ def without(payload: Any, keys: Container[str]) -> Any:
 def paid_facts(pairs: Sequence[tuple[float, float]]) -> dict[str, float]:
     """Facts about rewards of training, and the judge's scores of the same episodes.
 
-    Rewards may have another scale than the judge, which trains the same. So they are read as they are, or from their
-    lowest to their highest as the judge's scores, whichever is closer to these.
+    Rewards may have another scale than the judge, more steps or fewer. So only their order counts: an answer is
+    rejected if training pays it no more than another, and the judge scores it clearly higher. The other is overpaid.
+    The highest reward rejects nothing, and the lowest overpays nothing.
     """
     if not pairs:
         return {}
     rewards, judged = (np.array(values) for values in zip(*pairs, strict=True))
-    paid, width = rewards, np.ptp(rewards)
-    if width > 0:
-        scaled = judged.min() + (rewards - rewards.min()) / width * np.ptp(judged)
-        paid = min(rewards, scaled, key=lambda values: float(np.abs(values - judged).sum()))
+    low, high = rewards.min(), rewards.max()
+    if low == high:
+        low, high = (low, math.inf) if low < judged.max() else (-math.inf, high)
+    against = (judged[:, None] >= judged + APART - OVER) & (rewards[:, None] <= rewards)
     return {
         "training_reward": float(rewards.mean()),
         "judged_reward": float(judged.mean()),
-        "rejected": float(np.mean(judged > paid + OVER)),
-        "overpaid": float(np.mean(paid > judged + OVER)),
+        "rejected": float(np.mean(against.any(1) & (rewards < high))),
+        "overpaid": float(np.mean(against.any(0) & (rewards > low))),
     }
 
 

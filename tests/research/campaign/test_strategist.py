@@ -36,24 +36,38 @@ SUBJECT = 'agent = "agent.py:agent"\ntasks = "tasks.jsonl"\nevaluator = "judge.p
         ('d = {"temperature": 0.1, "a": 1}\n', 'd = {"a": 1}\n'),
         ("s = 'é'; f(s, temperature=0.1)\n", "s = 'é'; f(s)\n"),
         ("WARM = 0.1\nf(x, temperature=WARM)\n", "WARM = 0.1\nf(x)\n"),
+        ("f(x, temperature=episode.warm)\n", "f(x)\n"),
+        ("f(x, **dict(temperature=1 + 1))\n", "f(x, **dict())\n"),
+        ('d["temperature"] = WARM\nd["a"] = 1\n', 'pass\nd["a"] = 1\n'),
+        ("def f(x, temperature=1):\n    g(x, temperature=temperature)\n", "def f(x, temperature=1):\n    g(x)\n"),
+        (
+            "def f(*, temperature):\n    g(temperature=1)\nf(temperature=2)\n",
+            "def f(*, temperature):\n    g()\nf(temperature=2)\n",
+        ),
+        ("def f(**given):\n    g(**given)\nf(temperature=1)\n", "def f(**given):\n    g(**given)\nf()\n"),
+        ('d = {"temperature": 1}\nf(temperature=d["temperature"])\n', 'd = {"temperature": 1}\nf()\n'),
+        ("class C:\n    temperature: int\nc = C(temperature=1)\n", None),
+        ("class A:\n    def f(self, temperature):\n        self.f(temperature=1)\n", None),
     ],
 )
-def test_a_fixed_argument_is_removed(source: str, wanted: str) -> None:
+def test_an_argument_is_removed(source: str, wanted: str | None) -> None:
     files = {"subject.toml": SUBJECT, "agent.py": source}
-    assert edits.remove_argument(files, "temperature") == {"agent.py": wanted}
+    assert edits.remove_argument(files, "temperature") == ({"agent.py": wanted} if wanted else {})
+
+
+def test_an_argument_is_removed_in_every_file_of_the_agent() -> None:
+    """Also in another spelling. The evaluator's file is fixed, and others are not the agent's."""
+    call = "f(max_completion_tokens=LIMIT)\n"
+    imports = {"agent.py": "import talk, judge\ntalk.ask(max_tokens=3)\n", "talk.py": f"from lib.api import g\n{call}"}
+    rest = {"lib/api.py": call, "judge.py": call, "tasks.py": call}
+    changed = edits.remove_argument({"subject.toml": SUBJECT, **imports, **rest}, "max_tokens")
+    agent = "import talk, judge\ntalk.ask()\n"
+    assert changed == {"agent.py": agent, "talk.py": "from lib.api import g\nf()\n", "lib/api.py": "f()\n"}
 
 
 @pytest.mark.parametrize("name", ["temperature", "max_tokens"])
-@pytest.mark.parametrize(
-    "source",
-    [
-        "f(x, {0}=episode.warm)\n",
-        "from words import WARM\nf(x, {0}=WARM)\n",
-        "def f(x, {0}):\n    g(x, {0}={0})\nf(x, {0}=1)\n",
-        "options = dict({0}=1 + 1)\nf(x, **options)\n",
-    ],
-)
-def test_a_value_that_the_files_do_not_fix_is_overridden(name: str, source: str) -> None:
+@pytest.mark.parametrize("source", ["f(x, **load())\n", "def f(x, {0}):\n    g(x, {0})\nf(x, {0}=1)\n"])
+def test_a_value_without_a_place_is_overridden(name: str, source: str) -> None:
     """In training. The agent's file stays."""
     files = {"subject.toml": SUBJECT, "agent.py": source.format(name)}
     assert edits.remove_argument(files, name) == {}
@@ -150,7 +164,7 @@ SETTINGS = ("job.temperature", "job.recipe.kl_coef", "job.optimizer.lr", "job.gr
 
 def test_every_row_refers_to_known_facts() -> None:
     full = run(
-        facts={"rejected": 0.1, "overpaid": 0.1, "swapped": 0.1, "unseen.q": 1.0},
+        facts={"rejected": 0.1, "overpaid": 0.1, "swapped": 0.1, "unseen.q": 1.0, "held_out_error": 0.1},
         signals=dict.fromkeys(SIGNALS, (1.0,) * 6),
         settings=dict.fromkeys(SETTINGS, 1.0),
         by_task={"a": (0.0, 1.0, 9)},
@@ -161,6 +175,7 @@ def test_every_row_refers_to_known_facts() -> None:
     fields = {name for row in remedies for _, name, _, _ in string.Formatter().parse(row.why) if name}
     assert fields <= known | {"unseen_names"}
     assert {row.cause for row in remedies} <= {rule.cause for rule in rules} | {""}
+    assert frozenset().union(*(row.unless for row in remedies)) <= {rule.cause for rule in rules}
 
 
 def test_an_unknown_fact_fulfils_no_condition() -> None:

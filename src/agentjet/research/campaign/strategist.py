@@ -21,8 +21,9 @@ import unicodedata
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cache, partial
+from pathlib import Path
 from statistics import fmean
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol, TypeGuard
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
@@ -137,43 +138,82 @@ def agent_file(files: Files) -> tuple[str, str]:
     return (file, function) if file in files else ("", "")
 
 
+SPELLINGS: Mapping[str, tuple[str, ...]] = {"max_tokens": ("max_completion_tokens", "max_output_tokens")}
+"""Further names of an argument in the APIs of models."""
+
+
 def remove_argument(files: Files, name: str) -> Files:
-    """Removes an argument `name=...` from calls, and an entry from requests, in the agent's file, if it is a constant
-    or the name of one. Removes nothing if a function of the file takes it: then the value comes from elsewhere.
+    """Removes what sets an argument of the model's calls in the agent's file and the files that it imports: a keyword,
+    an entry of a dictionary, or an assignment to one.
+
+    The value does not matter: it may be a constant, a variable, a default, or come from a caller. Functions and classes
+    of the subject keep their parameters, and calls of these keep the keyword.
     """
-    file, _ = agent_file(files)
-    if not file:
-        return {}
-    source = files[file]
-    tree = ast.parse(source)
-    if any(isinstance(node, ast.arg) and node.arg == name for node in ast.walk(tree)):
-        return {}
-    constants = {
-        target.id
-        for node in tree.body
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
+    trees = agent_trees(files)
+    nodes = [node for tree in trees.values() for node in ast.walk(tree)]
+    names = (name, *SPELLINGS.get(name, ()))
+    functions = {node.name: node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+    parameters = {key: {one.arg for one in (*node.args.args, *node.args.kwonlyargs)} for key, node in functions.items()}
+    parameters |= {node.name: {*names} for node in nodes if isinstance(node, ast.ClassDef)}
+    places = {"self", "cls", *(Path(file).stem for file in trees)}
+    read = {node.slice.value for node in nodes if is_item(node) and isinstance(node.ctx, ast.Load)}
+    changed = {}
+    for file, tree in trees.items():
+        spans: list[tuple[int, int, str]] = []
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call):
+                taken = parameters.get(called(node, places), set())
+                given = [one for one in node.keywords if one.arg in names and one.arg not in taken]
+                spans += [(*span_of(files[file], one), "") for one in given]
+            elif isinstance(node, ast.Dict):
+                for key, value in zip(node.keys, node.values, strict=True):
+                    if isinstance(key, ast.Constant) and key.value in names and key.value not in read:
+                        spans.append((span_of(files[file], key)[0], span_of(files[file], value)[1], ""))
+            elif isinstance(node, ast.Assign) and is_item(node.targets[0]) and node.targets[0].slice.value in names:
+                spans.append((*span_of(files[file], node), "pass"))
+        source, first = files[file], len(files[file])
+        for start, end, instead in sorted(spans, reverse=True):
+            if end > first:  # a part of what was removed
+                continue
+            before, after, first = source[:start], source[end:], start
+            if not instead:
+                before = before.rstrip()
+                is_last = before.endswith(",")
+                before, after = (before[:-1], after) if is_last else (before, after.lstrip().removeprefix(",").lstrip())
+            source = f"{before}{instead}{after}"
+        if spans:
+            changed[file] = source
+    return changed
 
-    def is_fixed(value: ast.expr) -> bool:
-        return isinstance(value, ast.Constant) or (isinstance(value, ast.Name) and value.id in constants)
 
-    spans: list[tuple[int, int]] = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call):
-            spans += [span_of(source, each) for each in node.keywords if each.arg == name and is_fixed(each.value)]
-        elif isinstance(node, ast.Dict):
-            for key, value in zip(node.keys, node.values, strict=True):
-                if isinstance(key, ast.Constant) and key.value == name and is_fixed(value):
-                    spans.append((span_of(source, key)[0], span_of(source, value)[1]))
-    if not spans:
-        return {}
-    for start, end in sorted(spans, reverse=True):
-        before, after = source[:start].rstrip(), source[end:]
-        first = not before.endswith(",")
-        source = before + after.lstrip().removeprefix(",").lstrip() if first else before[:-1] + after
-    return {file: source}
+def is_item(node: ast.AST) -> TypeGuard[ast.Subscript]:
+    """True for an item with a constant key: `options["temperature"]`."""
+    return isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant)
+
+
+def called(call: ast.Call, places: Set[str]) -> str:
+    """The name of a function that may be one of the subject's; empty for a method of another object."""
+    function = call.func
+    if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name) and function.value.id in places:
+        return function.attr
+    return function.id if isinstance(function, ast.Name) else ""
+
+
+def agent_trees(files: Files) -> dict[str, ast.Module]:
+    """The agent's file, and those of the subject that it imports, parsed; not the evaluator's, which is fixed."""
+    fixed, _ = file_and_function(str(tomllib.loads(files["subject.toml"])["evaluator"]))
+    waiting, found = [agent_file(files)[0]], dict[str, ast.Module]()
+    while waiting:
+        file = waiting.pop()
+        if file in found or file not in files or file == fixed:
+            continue
+        found[file] = ast.parse(files[file])
+        for node in ast.walk(found[file]):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                modules = [alias.name for alias in node.names]
+                modules += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+                waiting += [f"{module.replace('.', '/')}.py" for module in modules]
+    return found
 
 
 def show_fields(files: Files, fields: Sequence[str]) -> Files:
@@ -284,6 +324,7 @@ class Remedy(BaseModel):
     low: float = 0.0
     high: float = float("inf")
     edit: str = ""
+    unless: frozenset[str] = frozenset()
 
     def changes(self, settings: Mapping[str, Value]) -> dict[str, Value]:
         """The settings that it changes. Empty if one of them has no present value or would not change."""
@@ -326,6 +367,8 @@ def facts_of(run: Outcome) -> dict[str, float]:
         "score_first": run.curve[0] if run.curve else None,
         "unseen_fields": float(len(unseen_fields(run))),
     }
+    if run.facts.get("held_out_error"):
+        found["fall_errors"] = (found["score_fall"] or 0.0) / run.facts["held_out_error"]
     early, late = partial(third, run, 0), partial(third, run, -1)
     found |= {
         "zero_variance": early("groups/zero_variance"),
@@ -398,7 +441,8 @@ class Strategist:
         if shown & BROKEN:
             return []
         left = facts_of(run).get("left", 1.0)
-        rows = [row for row in table()[1] if (row.cause in shown or not row.cause) and row.prior * left >= WORTH]
+        fitting = [row for row in table()[1] if (row.cause in shown or not row.cause) and not row.unless & shown]
+        rows = [row for row in fitting if row.prior * left >= WORTH]
         found = [(row, made) for row in rows if (made := combined(view, [row])) is not None]
         found.sort(key=lambda pair: -pair[0].prior)
         best: dict[str, Remedy] = {}
