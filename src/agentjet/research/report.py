@@ -117,6 +117,14 @@ class StudyView:
     def confirming(self, arm: str) -> list[Launched]:
         return [one for one in self.launched if one.trial.phase == "confirm" and one.trial.arm == arm]
 
+    def curves(self, arm: str) -> list[tuple[float, ...]]:
+        """Curves of the confirming runs that have a score."""
+        return [
+            one.outcome.curve
+            for one in self.confirming(arm)
+            if one.outcome and one.outcome.curve and one.score is not None
+        ]
+
     def scores(self, arm: str) -> list[float]:
         """Final scores of the confirming runs."""
         return [one.score for one in self.confirming(arm) if one.score is not None]

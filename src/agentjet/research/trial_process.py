@@ -16,13 +16,17 @@ import asyncio
 import fcntl
 import json
 import math
+import platform
 import re
 import signal
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -547,6 +551,20 @@ def weight_changes(signals: Signals) -> dict[str, float]:
     return {"learner_changes": learner, "sampler_changes": sampler / learner} if learner else {}
 
 
+async def machine_of(swarm: AsyncSwarm) -> dict[str, str]:
+    """The server's version, hardware and base weights, and libraries of this process, which a local server shares."""
+    status, seen = await swarm.status(), await swarm.connection.request("GET", "/machine")
+    gpus = ", ".join(f"{number} x {name}" for name, number in Counter(gpu["name"] for gpu in seen["gpus"]).items())
+    return {
+        "AgentJet": status.version,
+        "Python": platform.python_version(),
+        **{name: version(name) for name in ("torch", "transformers") if find_spec(name)},
+        "hardware": f"{seen['cores']} cores ({platform.machine()}), {seen['memory_total'] / 2**30:.0f} GiB"
+        + (f", {gpus}" if gpus else ""),
+        "base weights": status.model_weights,
+    }
+
+
 async def carry_out(order: TrialOrder) -> None:
     """Writes the outcome to a file. Raises `ConfigError`."""
     subject = order.subject
@@ -568,6 +586,8 @@ async def carry_out(order: TrialOrder) -> None:
             async with arm_process.started(arm_order) as arm:
                 work = TrialProcess(order, swarm, arm)
                 outcome = await work.with_facts(await work.run())
+                if outcome.score is not None:
+                    outcome = replace(outcome, machine=await machine_of(swarm))
         except ArmFailed as error:
             if not subject.judged:
                 raise ConfigError(str(error)) from None

@@ -239,25 +239,63 @@ class SubjectRepo:
 
     def commit(self, base: str, intervention: Intervention) -> str:
         """Returns the commit of an intervention on top of `base`. Raises `Refused` with the reason."""
+
+        def change(index: str) -> None:
+            if intervention.patch:
+                self._apply(intervention.patch, index)
+            if intervention.changes:
+                given = parse_subject(self._git("show", f":{SUBJECT}", index=index), SUBJECT)
+                self._write(replace(given, settings={**given.settings, **intervention.changes}), index)
+
+        return self._changed_commit(base, intervention.name, change, loads=bool(intervention.patch))
+
+    def _changed_commit(self, base: str, name: str, change: Callable[[str], None], *, loads: bool) -> str:
+        """The commit of a change of the index of `base`. `loads`: try if its code can be loaded. Raises `Refused`."""
         try:
             with TemporaryDirectory(dir=self.folder) as scratch:
                 index = f"{scratch}/index"
                 self._git("read-tree", base, index=index)
-                if intervention.patch:
-                    self._apply(intervention.patch, index)
-                if intervention.changes:
-                    self._change_settings(intervention.changes, index)
+                change(index)
                 tree = self._git("write-tree", index=index).strip()
             self._check_changes(base, tree)
         except ConfigError as error:
             raise Refused(str(error)) from None
-        commit = self._git("commit-tree", tree, "-p", base, "-m", intervention.name).strip()
+        commit = self._git("commit-tree", tree, "-p", base, "-m", name).strip()
         accepted = f"refs/arms/{commit}"
         if not self._git("for-each-ref", accepted):
-            if intervention.patch:
+            if loads:
                 self._check_imports(commit)
             self._git("update-ref", accepted, commit)
         return commit
+
+    def parts(self, base: str, whole: str) -> list[str]:
+        """Names of what differs between two commits: settings and keys of subject.toml, and other files."""
+        before, after = ({**self._files_of(commit), **self._keys(commit)} for commit in (base, whole))
+        changed = {name for name in {*before, *after} if before.get(name) != after.get(name)}
+        return sorted(changed - {SUBJECT})
+
+    def without(self, base: str, whole: str, part: str) -> str:
+        """The commit of `whole` with one of its `parts` as in `base`. Raises `Refused` if it does not load."""
+        given, first = self._subject_file(whole), self._subject_file(base)
+
+        def change(index: str) -> None:
+            if part in ARM_KEYS:
+                self._write(replace(given, **{part: getattr(first, part)}), index)
+            elif part in given.settings or part in first.settings:
+                kept = {name: value for name, value in given.settings.items() if name != part}
+                before = {part: first.settings[part]} if part in first.settings else {}
+                self._write(replace(given, settings={**kept, **before}), index)
+            elif known := self._git("ls-tree", base, "--", part).split():
+                self._git("update-index", "--add", "--cacheinfo", f"{known[0]},{known[2]},{part}", index=index)
+            else:
+                self._git("update-index", "--force-remove", part, index=index)
+
+        return self._changed_commit(whole, f"without {part}", change, loads=True)
+
+    def _keys(self, commit: str) -> dict[str, Any]:
+        """What arms may change in subject.toml: settings by their dotted names, and other keys."""
+        given = self._subject_file(commit)
+        return {**given.settings, **{key: getattr(given, key) for key in ARM_KEYS - {"settings"}}}
 
     def files(self, commit: str) -> dict[str, str]:
         """Text files of a commit by path."""
@@ -412,10 +450,9 @@ class SubjectRepo:
                 problem = problem or str(error)
         raise Refused(f"the patch does not apply: {problem}")
 
-    def _change_settings(self, changes: Mapping[str, Any], index: str) -> None:
-        given = parse_subject(self._git("show", f":{SUBJECT}", index=index), SUBJECT)
-        changed = flat_toml(replace(given, settings={**given.settings, **changes}))
-        blob = self._git("hash-object", "-w", "--stdin", text=changed).strip()
+    def _write(self, given: Subject, index: str) -> None:
+        """Writes subject.toml into an index."""
+        blob = self._git("hash-object", "-w", "--stdin", text=flat_toml(given)).strip()
         self._git("update-index", "--cacheinfo", f"100644,{blob},{SUBJECT}", index=index)
 
     def _subject_file(self, commit: str) -> Subject:
