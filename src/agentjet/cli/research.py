@@ -14,7 +14,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Event
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer import Argument, Option
 
-from agentjet.cli import Json, example, load_example
+from agentjet.cli import Json, example, load_example, new_path
 from agentjet.cli.serve import STOP_SECONDS, ChildServer, ServerEnded
 from agentjet.errors import ConfigError
 from agentjet.types import DEFAULT_RUN, JOURNAL
@@ -649,6 +649,60 @@ def print_standing(folder: Path, as_json: bool, day: int = 0) -> None:
             typer.echo(f"  {line}")
 
 
+def apply(
+    folder: CampaignFolder,
+    to: Annotated[
+        Path | None, Option(help="The subject's folder in a git repository; default: the one that `start` was given.")
+    ] = None,
+    branch: Annotated[str, Option(help="The branch to make; default: agentjet/ and the name of the campaign.")] = "",
+    checkpoint: Annotated[
+        Path | None, Option(help="Also write the trained policy, with a model card, to this new folder.")
+    ] = None,
+) -> None:
+    """Put the confirmed changes of a campaign on a new branch of your git repository, and export the trained policy.
+
+    The working tree stays as it is. Without a repository the changes are in confirmed.patch in the campaign's folder.
+    """
+    from agentjet.research.campaign.report import gather, model_card
+    from agentjet.research.campaign.subject_repo import SubjectRepo, git, on_branch
+    from agentjet.research.journal import Notebook, write_whole
+    from agentjet.research.swarm_runner import POLICY, kept_policy
+
+    with Notebook(folder, writer=False) as notebook:
+        facts = gather(notebook)
+    if not (folder / SOURCE).exists():
+        raise ConfigError(f"{folder}: an archived campaign without its subject: its changes are in report.md")
+    if not facts["accepted"]:
+        raise ConfigError(f"{folder}: the campaign has confirmed no change, so there is nothing to apply")
+    kept = kept_policy(folder, facts["base"])
+    if checkpoint is not None and not (kept / "run.json").exists():
+        raise ConfigError(
+            f"--checkpoint {checkpoint}: {folder} has no policy of the confirmed change, as after runs on --server, "
+            "which stay there: train the branch with agentjet run, or omit --checkpoint"
+        )
+    repo, message = SubjectRepo(folder), "\n\n".join([facts["topic"], " ".join(facts["answer"])])
+    patch, place = repo.patch_of(facts["base"]), to or repo.user_folder
+    name = branch or f"agentjet/{folder.resolve().name}"
+    write_whole(folder / "confirmed.patch", patch)
+    with new_path(checkpoint) if checkpoint else nullcontext() as unfinished:
+        if unfinished:
+            shutil.copytree(kept / POLICY, unfinished)
+            write_whole(unfinished / "README.md", model_card(facts, json.loads((kept / "run.json").read_text())))
+        try:
+            git(place, "rev-parse", "--git-dir")
+        except ConfigError:
+            patched = folder / "confirmed.patch"
+            if to is not None:
+                refused = f"--to {to} is not a folder in a git repository"
+                raise ConfigError(f"{refused}: omit it, and apply {patched}") from None
+            typer.echo(f"{place} is not in a git repository: the changes are in {patched}")
+        else:
+            commit = on_branch(patch, place, name, message)
+            typer.echo(f"branch {name} of {place} is commit {commit[:12]}; see it with: git diff HEAD...{name}")
+    if checkpoint:
+        typer.echo(f"the policy is in {checkpoint}; score it with: agentjet eval {shlex.quote(str(checkpoint))}")
+
+
 def demo(
     out: Annotated[Path, Option(help="Folder of the campaign; an interrupted one is continued.")] = Path(
         "research-demo"
@@ -679,7 +733,7 @@ def demo(
     typer.echo(f"{time.monotonic() - began:.0f} s in all")
 
 
-for command in (new, run, status, report, start, resume, digest, demo):
+for command in (new, run, status, report, start, resume, digest, apply, demo):
     app.command()(command)
 
 # ---- servers of this machine -----------------------------------------------------------------------------------------
@@ -717,7 +771,12 @@ class LocalServerSlot:
         """Does nothing: each trial starts a new server."""
 
     def run_finished(self, run: Path) -> None:
-        shutil.rmtree(run / "server" / "runs" / DEFAULT_RUN / "checkpoints", ignore_errors=True)
+        from agentjet.research.swarm_runner import POLICY
+
+        checkpoints = run / "server" / "runs" / DEFAULT_RUN / "checkpoints"
+        for newest in sorted(checkpoints.glob(f"step_*/{POLICY}"))[-1:]:
+            newest.replace(run / POLICY)
+        shutil.rmtree(checkpoints, ignore_errors=True)
 
 
 def local_slots(count: int) -> list[LocalServerSlot]:

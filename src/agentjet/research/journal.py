@@ -416,7 +416,11 @@ def described(entry: JournalEntry) -> tuple[str, str] | None:
             return "followed up", content["reason"]
         case "ended":
             return "ended", content["reason"]
-    return None
+        case "intent" | "parts":
+            return None
+        case kind:  # of another version
+            said = [content[name] for name in ("text", "meaning", "reason") if isinstance(content.get(name), str)]
+            return (kind, said[0]) if said else None
 
 
 def proposer_of(asked: JournalEntry) -> str:

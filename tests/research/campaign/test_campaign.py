@@ -302,7 +302,7 @@ def test_a_gain_at_step_0_is_the_changes_own(own: bool, tmp_path: Path) -> None:
     _, entries = campaign(tmp_path, Starting(Commits()))
     learned = next(entry.content for entry in entries if entry.kind == "learned")
     assert ("the change itself makes most of the difference, and not learning" in learned["meaning"]) is own
-    assert "at step 0 the difference is +" in learned["meaning"] and len(learned["starts"]["base"]) == 4
+    assert "at step 0 the difference is +" in learned["meaning"] and len(learned["outcomes"]["base"]) == 4
     screened = next(entry.content["full"][0] for entry in entries if entry.kind == "screened")
     assert (screened["at_start"] > 0.3) is own
     markdown = build(tmp_path)[0].read_text(encoding="utf-8")
@@ -337,7 +337,7 @@ def test_runs_that_have_not_converged(rises: bool, room: float, says: bool, tmp_
         return {**found, "score": found["score"] + 0.2 - room}
 
     campaign(tmp_path, Rising(Commits(), formula))
-    text = "The score of changed still rose between the last two evaluations: by 0.1 (at 95 %, 0.1 or more)."
+    text = "The score of “changed” still rose between the last two evaluations: by 0.1 (at 95 %, 0.1 or more)."
     assert (text in build(tmp_path)[0].read_text(encoding="utf-8")) is says
 
 

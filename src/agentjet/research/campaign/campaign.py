@@ -348,7 +348,9 @@ class Campaign:
         """Conducts a study of the candidate against the base. True if it is supported."""
         self._check_budget(0)
         made, commits = found.candidate.intervention, (position.base.commit, found.candidate.commit)
-        claim = Hypothesis(f"{made.name}: {made.predicts}"[:300], "changed", "base", sign="+", why=made.why[:300])
+        claim = Hypothesis(
+            f"{made.name}: {made.predicts}".removesuffix(": ")[:300], "changed", "base", sign="+", why=made.why[:300]
+        )
         study = self._study(number, made.name, dict(zip(("base", "changed"), commits, strict=True)), [claim])
         because = [found.candidate.entry, found.seen.entry, position.base.entry]
         plan = {"name": made.name, "commit": found.candidate.commit}
@@ -395,8 +397,9 @@ class Campaign:
 
         def lesson(findings: Sequence[Finding], starts: object) -> dict[str, Any]:
             ends = dict(zip(commits, findings, strict=True))
-            meaning = "; ".join(f"{part} {OF_PART[ends[part].verdict]}" for part in commits)
-            return {"findings": {part: each.to_json() for part, each in ends.items()}, "meaning": meaning}
+            said = "; ".join(f"{part} {OF_PART[ends[part].verdict]}" for part in commits)
+            findings_of = {part: each.to_json() for part, each in ends.items()}
+            return {"findings": findings_of, "meaning": f"of the parts of {name}: {said}"}
 
         self._studied(study, {"name": name, "commit": whole}, [known.number], lesson, ("ablation", "ablated"))
 
