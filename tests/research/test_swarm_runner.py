@@ -34,7 +34,14 @@ from agentjet.protocol import EpisodeList, Event
 from agentjet.research.arm_process import ArmClient, ArmFailed
 from agentjet.research.diagnosis import Signals
 from agentjet.research.models import Address, Outcome, Setting, Subject, Trial, canonical
-from agentjet.research.swarm_runner import MAX_SERVINGS, ServerUnavailable, SwarmRunner, check_weights
+from agentjet.research.swarm_runner import (
+    MAX_SERVINGS,
+    POLICY,
+    ServerUnavailable,
+    SwarmRunner,
+    check_weights,
+    kept_policy,
+)
 from agentjet.research.trial_process import RunRecord, TrialOrder, TrialProcess, scoring, weight_changes
 from tests.research.world import FakeSlot
 
@@ -112,6 +119,37 @@ def test_a_place_that_cannot_serve(tmp_path: Path) -> None:
         "job.seed": 7,
         "job.max_steps": 3,
     }
+
+
+class Keeping(FakeSlot):
+    """Each run ends with a score and a policy."""
+
+    def run_finished(self, run: Path) -> None:
+        (run / POLICY).mkdir()
+        (run / POLICY / "weights").write_text(run.name)
+
+
+def test_the_policy_of_an_arms_newest_confirming_run_is_kept(tmp_path: Path) -> None:
+    trials = {
+        "k-1": replace(TRIAL, fidelity=1.0, phase="confirm"),
+        "k-2": replace(TRIAL, fidelity=1.0, phase="confirm", seed=8),
+        "k-3": replace(TRIAL, fidelity=1.0, phase="explore", seed=9),
+    }
+    ended = iter(trials.items())
+
+    def end(run: Path, settings: Setting) -> None:
+        key, trial = next(ended)
+        outcome = Outcome(trial.id, "completed", 1.0)
+        (tmp_path / "launches" / key / "draft.json").write_text(canonical(outcome.to_json()))
+
+    with SwarmRunner(SUBJECT, tmp_path, [Keeping(before=end)]) as runner:
+        for key, trial in trials.items():
+            runner.launch(key, trial)
+            assert runner.collect(key).score == 1.0
+    kept = kept_policy(tmp_path, TRIAL.arm)
+    assert (kept / POLICY / "weights").read_text() == trials["k-2"].run
+    assert json.loads((kept / "run.json").read_text())["seed"] == 8
+    assert not list((tmp_path / "runs").glob(f"*/{POLICY}")) and len(list((tmp_path / "policies").iterdir())) == 1
 
 
 @pytest.mark.parametrize("began", [False, True])

@@ -392,11 +392,11 @@ def limitations(view: StudyView, arms: Sequence[Facts]) -> Iterator[str]:
     ill = sum(one.trial.id in view.log.diagnoses for one in trials)
     if ill:
         yield f"{ill} of {len(trials)} confirming trials have a diagnosis. Their scores count nevertheless."
-    for arm in arms:
-        if arm["unseen"] is not None:
+    for one in arms:
+        if one["unseen"] is not None:
             yield (
-                f"None of {arm['scored']} confirming runs of “{arm['name']}” diverged. Up to "
-                f"{FILTERS['share'](arm['unseen'])} of its seeds may fail nevertheless."
+                f"None of {one['scored']} confirming runs of “{one['name']}” diverged. Up to "
+                f"{FILTERS['share'](one['unseen'])} of its seeds may fail nevertheless."
             )
     if not study.evaluator:
         yield "The plan has no hash of the evaluator, so this report cannot show that it stayed the same."
