@@ -14,8 +14,8 @@ import math
 import os
 import sqlite3
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -255,6 +255,20 @@ class StudyLog(StudyJournal):
                 raise ConfigError(f"journal entry of kind {entry.kind!r}: written by another version; use that one")
 
 
+@contextmanager
+def copied(file: Path | None) -> Iterator[StudyLog]:
+    """A log that begins empty and whose entries are written to the file, unless it has them: who conducts a study again
+    passes all of its steps again.
+    """
+    with StudyJournal(file) as journal:
+
+        def copy(entry: JournalEntry) -> None:
+            if entry.number > len(journal.entries):
+                journal.entry(entry.kind, entry.content, entry.because, key=entry.key)
+
+        yield StudyLog(notify=copy)
+
+
 def read_log(file: Path) -> StudyLog:
     """Reads the log of a study, also while another process writes it. Empty without a file. Raises `ConfigError`."""
     if not file.exists():
@@ -366,7 +380,7 @@ class Notebook(StudyJournal):
             "tried": [
                 each.content["name"] for each in self.of("hypothesis", until=until) if each.content["commit"] in ran
             ],
-            "found": [each["meaning"] for each in learned if each["accepted"]],
+            "found": [each["meaning"] for each in learned if each["accepted"] or each["verdict"] == "answered"],
             "ruled out": [
                 each["meaning"] for each in learned if each["verdict"] in ("refuted", "practically_equivalent")
             ],

@@ -47,7 +47,7 @@ from agentjet.research.models import (
     canonical,
 )
 from agentjet.research.scheduler import DIRECTIONAL, Spending, estimate_cost
-from agentjet.research.statistics import largest_unseen_rate, welch
+from agentjet.research.statistics import POWER, largest_unseen_rate, nominal_level, planned_power, welch
 from agentjet.research.topic import answer
 from agentjet.types import beginning
 
@@ -648,9 +648,11 @@ def write_files(files: Mapping[str, str], out: Path) -> Path:
 # ---- studies --------------------------------------------------------------------------------------------------------
 
 
-def render(log: StudyLog) -> dict[str, str]:
-    """Files of a study's report by name. Raises `ConfigError` if the log holds no study."""
-    facts = gather(StudyView(log))
+def render(log: StudyLog, more: Mapping[str, Any] = {}) -> dict[str, str]:
+    """Files of a study's report by name. `more` are facts of its campaign. Raises `ConfigError` if the log holds no
+    study.
+    """
+    facts = {**gather(StudyView(log)), **more}
     drawings = {"effects": effects(facts["findings"], facts["study"]["sesoi"]), "curves": curves_of(facts)}
     return files_of("study.md.jinja", facts, drawings)
 
@@ -666,16 +668,32 @@ def plan_page(study: Study) -> str:
     """The page of a study before its data."""
     log = StudyLog()
     log.open_study(study)
-    known = {"cost": estimate_cost(study), "warnings": [*batch_warnings(study)], "figures": {}}
+    known = {
+        "cost": estimate_cost(study),
+        "power": [*power_facts(study)],
+        "chance": POWER,
+        "warnings": [*batch_warnings(study)],
+        "figures": {},
+    }
     return markdown("study.md.jinja", {**gather(StudyView(log)), **known})
 
 
-def build(log: StudyLog, out: Path) -> Path:
+def power_facts(study: Study) -> Iterator[Facts]:
+    """For the claims with equal weights, the smallest differences that the last look can be expected to decide."""
+    share = study.alpha / max(1, sum(claim.confirmatory for claim in study.hypotheses))
+    level, last = nominal_level(study.looks, 2 * share), study.looks[-1]
+    for weights in dict.fromkeys(tuple(sorted(claim.contrast.values())) for claim in study.hypotheses):
+        claims = [f"F{n}" for n, one in enumerate(study.hypotheses, 1) if sorted(one.contrast.values()) == [*weights]]
+        beyond, within = planned_power(weights, last, level, share)
+        yield {"claims": ", ".join(claims), "beyond": beyond, "within": within}
+
+
+def build(log: StudyLog, out: Path, more: Mapping[str, Any] = {}) -> Path:
     """Writes the files of the report into the folder `out`. Returns the path of the HTML."""
-    return write_files(render(log), out)
+    return write_files(render(log, more), out)
 
 
-def check(path: Path, log: StudyLog) -> list[str]:
+def check(path: Path, log: StudyLog, more: Mapping[str, Any] = {}) -> list[str]:
     """Returns the lines in which a file of a report differs from its journal, a sentence each."""
     kinds = {".html": "report.html", ".md": "report.md", ".json": "facts.json"}
     if path.suffix not in kinds:
@@ -685,7 +703,7 @@ def check(path: Path, log: StudyLog) -> list[str]:
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}; name a report that is there") from None
     lines: Sequence[tuple[str, str]] = [
-        *zip_longest(render(log)[kinds[path.suffix]].splitlines(), found.splitlines(), fillvalue="")
+        *zip_longest(render(log, more)[kinds[path.suffix]].splitlines(), found.splitlines(), fillvalue="")
     ]
     return [
         f"line {number}: {there[:LONGEST]!r} stands where the journal gives {line[:LONGEST]!r}"

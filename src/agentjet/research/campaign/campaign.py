@@ -1,5 +1,7 @@
 """`Campaign`: observe, propose, screen, confirm, learn and follow up, until the budget or the ideas are spent.
 
+If its topic was planned as a study (`campaign.asked`), it observes the subject once, conducts that study, and ends.
+
 Every decision is a function of the notebook: a resumed campaign runs again over its entries, and makes only what they
 lack.
 
@@ -20,6 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib.resources import files as package_files
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -48,7 +51,7 @@ from agentjet.research.campaign.strategist import (
 )
 from agentjet.research.campaign.subject_repo import SubjectRepo
 from agentjet.research.diagnosis import FAILED, PLAYS, toml_of
-from agentjet.research.journal import JournalEntry, Notebook, StudyLog, stored
+from agentjet.research.journal import JournalEntry, Notebook, copied, stored, write_whole
 from agentjet.research.models import (
     MEASURED,
     Arm,
@@ -62,8 +65,9 @@ from agentjet.research.models import (
     shortened,
 )
 from agentjet.research.report import StudyView
-from agentjet.research.scheduler import DIRECTIONAL, TrialRunner, conduct
+from agentjet.research.scheduler import DIRECTIONAL, TrialLauncher, TrialRunner, conduct, estimate_cost
 from agentjet.research.statistics import variance
+from agentjet.research.topic import answer
 
 # ---- the campaign ----------------------------------------------------------------------------------------------------
 
@@ -92,10 +96,6 @@ OFFLINE = (
     "Without a language model the topic is only the title. The campaign asks: what keeps this subject's score from "
     "rising, and which change of its settings, agent, prompt, reward or tasks raises it?"
 )
-
-
-Lesson = Callable[[Sequence[Finding], Mapping[str, Sequence[float]]], dict[str, Any]]
-"""What findings and the scores at step 0, by arm, mean."""
 
 
 @dataclass(frozen=True)
@@ -146,10 +146,13 @@ class Campaign:
         clock: Clock = time,
         tell: Callable[[str], None] = print,
         limits: Sequence[str] = (),
+        planned: Mapping[str, Any] | None = None,
     ) -> None:
         """`runner` gets trials whose arms are commits. `tell` gets a line for each wait for a server or a disk.
-        `limits` are sentences about what this machine cannot guarantee.
+        `limits` are sentences about what this machine cannot guarantee. `planned` is the study of the topic: see
+        `asked.planned`; the notebook of a begun campaign has it.
         """
+        self._planned = planned
         self.question, self.notebook, self.repo = question, notebook, repo
         self.proposers, self.limits = proposers, limits
         self.runs = CampaignRuns(question, notebook, runner, clock, tell)
@@ -172,19 +175,67 @@ class Campaign:
         known = self.notebook.known("ended")
         if known is not None:
             return known.content
-        self._start()
+        planned = self._start().get("planned")
         position = reason = None
         try:
             first = self.runs.observe([self.repo.first], seed_of(self.question, 0), "the subject", [1])[0]
             if first.run.score is None:
                 raise Ending(f"the subject cannot run: {first.run.note}")
             position = Position(first, first)
+            if planned is not None:
+                self._answer(planned, first)
             for number in range(1, ROUNDS + 1):
                 position = self._round(number, position)
             raise Ending(f"{ROUNDS} rounds are done")
         except Ending as ending:
             reason = str(ending)
         return self.runs.note("ended", self._ending(reason, position), "ended").content
+
+    def _answer(self, planned: Mapping[str, Any], first: RunObservation) -> None:
+        """Conducts the study of the topic. Raises `Ending`."""
+        if broken := [sign.seen for sign in signs(first.run) if sign.cause in BROKEN]:
+            raise Ending(broken[0])
+        study, commits = Study.from_json(planned["study"]), planned["commits"]
+        own = [arm.changes for arm in study.arms]
+        if self.question.equal in MEASURED:
+            named = [commits[arm.name] for arm in study.arms]
+            what = f"how many {self.question.equal} an arm uses"
+            self.runs.observe(named, seed_of(self.question, 0), what, [first.entry], SHORT, own)
+        arms = tuple(replace(arm, changes=self.runs.setting(commits[arm.name], arm.changes)) for arm in study.arms)
+        self.studies += 1
+        study = replace(study, arms=arms, alpha=self.question.alpha_of(self.studies))
+        cost, left = estimate_cost(study), self.runs.left()
+        if left < cost.least:
+            raise Ending(
+                f"the study needs {cost.least:.1f} full runs at least, and the budget pays for {left:.1f} more"
+            )
+        study = replace(study, budget=round(min(left, cost.most), 6))
+        content = {"study": study.to_json(), "name": study.topic, "commits": commits}
+        plan = json.dumps(content["study"], indent=2, ensure_ascii=False)
+        self.runs.patiently(partial(write_whole, self.notebook.path / "study.json", f"{plan}\n"))
+        entry, key = self.runs.note("study", content, f"study {study.id}", [first.entry]), f"learned {study.id}"
+        learned = self._learned(key, [entry.number], lambda: self._answered(study, commits))
+        undecided = sum(one["verdict"] == "inconclusive" for one in learned["findings"])
+        raise Ending(
+            f"{undecided} of {len(study.hypotheses)} claims stay open" if undecided else "all claims are decided"
+        )
+
+    def _answered(self, study: Study, commits: Mapping[str, str]) -> dict[str, Any]:
+        findings, content = self._conduct(study, commits, self.notebook.path / "study.sqlite")
+        said = " ".join(answer(study, {one.hypothesis: one for one in findings}))
+        found = {"findings": [one.to_json() for one in findings], "verdict": "answered", "accepted": False}
+        return {"name": study.topic, "meaning": said, **found, **content}
+
+    def _learned(self, key: str, because: Sequence[int], learn: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """The content of the entry about a study, which is conducted if the notebook lacks it. Spends its costs."""
+        known = self.notebook.known(key)
+        kind = key.partition(" ")[0]
+        content: dict[str, Any] = (known or self.runs.note(kind, learn(), key, because)).content
+        if known and (probed := content.get("probed")):
+            self.runs.probes += probed["number"]
+            self.runs.spend(probed["runs"], probed["hours"])
+        self.runs.spend(content["spent"], content["hours"])
+        return content
 
     # ---- the steps of a round ----------------------------------------------------------------------------------------
 
@@ -353,22 +404,22 @@ class Campaign:
         )
         study = self._study(number, made.name, dict(zip(("base", "changed"), commits, strict=True)), [claim])
         because = [found.candidate.entry, found.seen.entry, position.base.entry]
-        plan = {"name": made.name, "commit": found.candidate.commit}
-
-        def lesson(findings: Sequence[Finding], starts: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-            [finding] = findings
-            accepted = {"verdict": finding.verdict, "accepted": finding.verdict == "supported"}
-            return {"finding": finding.to_json(), **accepted, "meaning": meaning(made, finding, starts)}
-
-        learned = self._studied(study, plan, because, lesson)
-        accepted: bool = learned.content["accepted"]
+        plan = {"study": study.to_json(), "name": made.name, "commit": found.candidate.commit}
+        entry = self.runs.note("study", plan, f"study {study.id}", because)
+        learned = self._learned(f"learned {study.id}", [entry.number], lambda: self._compared(study, made))
+        self._remember(study, learned)
+        accepted: bool = learned["accepted"]
         if accepted:
             reason = f"{made.name} is confirmed; the next changes build on it"
             follow = {"base": found.candidate.commit, "reason": reason}
-            self.runs.note("followed", follow, f"followed {study.id}", [learned.number])
+            self.runs.note("followed", follow, f"followed {study.id}", [entry.number])
         else:
             self.failures[made.name] = FAILURES
         return accepted
+
+    def _remember(self, study: Study, learned: Mapping[str, Any]) -> None:
+        for arm in study.arms:
+            self.scores.setdefault(arm.code, []).append(learned["outcomes"][arm.name])
 
     def _take_apart(self, number: int, position: Position, found: Screened) -> None:
         """Compares the confirmed change with itself less one part, for as many parts as a share of what is left pays
@@ -394,14 +445,17 @@ class Campaign:
         claims = [Hypothesis(f"{name} needs {part}"[:300], "whole", f"without {part}", sign="+") for part in commits]
         arms = {"whole": whole, **{f"without {part}": commit for part, commit in commits.items()}}
         study = self._study(number, f"the parts of {name}", arms, claims, APART)
+        plan = {"study": study.to_json(), "name": name, "commit": whole}
+        entry = self.runs.note("ablation", plan, f"study {study.id}", [known.number])
 
-        def lesson(findings: Sequence[Finding], starts: object) -> dict[str, Any]:
+        def learn() -> dict[str, Any]:
+            findings, content = self._conduct(study, {arm.name: arm.code for arm in study.arms})
             ends = dict(zip(commits, findings, strict=True))
-            said = "; ".join(f"{part} {OF_PART[ends[part].verdict]}" for part in commits)
-            findings_of = {part: each.to_json() for part, each in ends.items()}
-            return {"findings": findings_of, "meaning": f"of the parts of {name}: {said}"}
+            said = "; ".join(f"{part} {OF_PART[each.verdict]}" for part, each in ends.items())
+            of_parts = {part: each.to_json() for part, each in ends.items()}
+            return {"name": name, "findings": of_parts, "meaning": f"of the parts of {name}: {said}", **content}
 
-        self._studied(study, {"name": name, "commit": whole}, [known.number], lesson, ("ablation", "ablated"))
+        self._remember(study, self._learned(f"ablated {study.id}", [entry.number], learn))
 
     def _study(
         self, number: int, title: str, commits: Mapping[str, str], claims: Sequence[Hypothesis], share: float = 1.0
@@ -425,41 +479,38 @@ class Campaign:
             spread=spread_of(self.scores.get(arms[0].code, ())),
         )
 
-    def _studied(
-        self,
-        study: Study,
-        plan: Mapping[str, Any],
-        because: Sequence[int],
-        lesson: Lesson,
-        kinds: tuple[str, str] = ("study", "learned"),
-    ) -> JournalEntry:
-        """Fixes a study in the notebook, conducts it, and returns the entry with what it shows."""
-        fixed = self.runs.note(kinds[0], {"study": study.to_json(), **plan}, f"study {study.id}", because)
-        key = f"{kinds[1]} {study.id}"
-        known = self.notebook.known(key)
-        learned = known or self.runs.note(
-            kinds[1], {"name": plan["name"], **self._conduct(study, lesson)}, key, [fixed.number]
-        )
-        if known and (probed := known.content.get("probed")):
-            self.runs.probes += probed["number"]
-            self.runs.spend(probed["runs"], probed["hours"])
-        self.runs.spend(learned.content["spent"], learned.content["hours"])
-        for arm in study.arms:
-            self.scores.setdefault(arm.code, []).append(learned.content["outcomes"][arm.name])
-        return learned
+    def _compared(self, study: Study, made: Intervention) -> dict[str, Any]:
+        [finding], content = self._conduct(study, {arm.name: arm.code for arm in study.arms})
+        return {
+            "name": made.name,
+            "finding": finding.to_json(),
+            "verdict": finding.verdict,
+            "accepted": finding.verdict == "supported",
+            "meaning": meaning(made, finding, content["starts"]),
+            **content,
+        }
 
-    def _conduct(self, study: Study, lesson: Lesson) -> dict[str, Any]:
+    def _conduct(
+        self, study: Study, commits: Mapping[str, str], file: Path | None = None
+    ) -> tuple[list[Finding], dict[str, Any]]:
+        """The findings, and what the runs of the study add up to. The log of the study is written to the `file`, or is
+        in the content.
+        """
         begun, before, number = self.runs.working_time(), dict(self.runs.spent), self.runs.probes
-        commits = {arm.name: arm.code for arm in study.arms}
-        findings, launcher = self.runs.patiently(lambda: conduct(study, StudyLog(), StudyRuns(self.runs), commits))
+
+        def act() -> tuple[list[Finding], TrialLauncher]:
+            with copied(file) as log:
+                return conduct(study, log, StudyRuns(self.runs), commits)
+
+        findings, launcher = self.runs.patiently(act)
         assert isinstance(launcher.runner, StudyRuns)
         view = StudyView(launcher.log)
         probed = {name: self.runs.spent[name] - before[name] for name in before}
         starts = {arm.name: [curve[0] for curve in view.curves(arm.name)] for arm in study.arms}
         signals = [outcome.signals for of_trial in launcher.log.outcomes.values() for outcome in of_trial]
-        return {
-            **lesson(findings, starts),
-            "log": [[entry.kind, kept(entry)] for entry in launcher.log.entries],
+        return findings, {
+            "starts": starts,
+            **({} if file else {"log": [[entry.kind, kept(entry)] for entry in launcher.log.entries]}),
             "outcomes": {arm.name: view.scores(arm.name) for arm in study.arms},
             "spent": launcher.spending.total + launcher.runner.repeated,
             "hours": (self.runs.working_time() - begun) / 3600 - probed["hours"],
@@ -488,15 +539,17 @@ class Campaign:
 
     # ---- the notebook ------------------------------------------------------------------------------------------------
 
-    def _start(self) -> None:
+    def _start(self) -> dict[str, Any]:
+        """The content of the first entry."""
         content = {
             "question": stored(self.question.to_json()),
             "first": self.repo.first,
             "asks": OFFLINE if len(self.proposers) == 1 else self.question.topic,
             "limits": list(self.limits),
             "rules": rules(),
+            **({"planned": self._planned, "asks": self._planned["study"]["reading"]} if self._planned else {}),
         }
-        found = self.runs.note("started", content, "started").content
+        found: dict[str, Any] = self.runs.note("started", content, "started").content
         for name in ("question", "first"):
             if found[name] != content[name]:
                 raise ConfigError(
@@ -516,6 +569,7 @@ class Campaign:
         if changed := self.repo.changed_outside():
             text = f"files of the subject changed since the start ({', '.join(changed)}); the campaign uses its copy"
             self.runs.note("edited", {"meaning": text}, "edited")
+        return found
 
     def _note_refusal(self, key: str, asked: object, reason: str, entry: int) -> None:
         content = {"asked": as_text(asked), "reason": as_text(reason)}

@@ -78,13 +78,15 @@ def gather(notebook: Notebook) -> Facts:
     observed = [entry for entry in notebook.of("observed") if entry.content["outcome"]["score"] is not None]
     if started is None or not observed:
         raise ConfigError(f"{notebook.path}: nothing was observed yet: {reason or 'the campaign has just begun'}")
-    question, note = started.content["question"], notebook.path / NOTE
+    question = started.content["question"]
     runs = [(Trial.from_json(e.content["trial"]), Outcome.from_json(e.content["outcome"])) for e in observed]
     ran = {e.content["trial"]["arm"] for e in notebook.of("observed") if e.content["outcome"]["end"] != "infra_failed"}
     names = {started.content["first"]: "as given"}
     names |= {entry.content["commit"]: entry.content["name"] for entry in notebook.of("hypothesis")}
     untried = {entry.number for entry in notebook.of("hypothesis") if entry.content["commit"] not in ran}
-    views = [(entry, *learned_by(entry, notebook)) for entry in notebook.of("study", "ablation")]
+    views = [
+        (entry, *learned_by(entry, notebook)) for entry in notebook.of("study", "ablation") if "commit" in entry.content
+    ]
     studies = [study(*of, notebook) for of in views]
     in_studies = [one for _, _, view in views for of_trial in view.log.outcomes.values() for one in of_trial]
     accepted = [each for each in studies if each["accepted"]]
@@ -98,9 +100,8 @@ def gather(notebook: Notebook) -> Facts:
         "question": question,
         "rules": started.content.get("rules"),
         "asks": started.content["asks"],
-        "cites": started.content.get("cites", []),
+        **chapters(notebook),
         "subject": {**subject(first.content["outcome"]), "commit": started.content["first"]},
-        "proposers": proposers(notebook),
         "budget": ", ".join(f"{value:g} {name}" for name, value in question["budget"].items() if value),
         "answer": answer(studies, first, reason, question["sesoi"]),
         "promising": PROMISING * question["sesoi"],
@@ -131,14 +132,27 @@ def gather(notebook: Notebook) -> Facts:
         "limits": [*LIMITS, *limits(studies, notebook, first)],
         "following": following(studies, last, notebook),
         "simulated": report.SIMULATED,
-        "remarks": [
-            *(note.read_text(encoding="utf-8").splitlines() if note.is_file() else []),
-            *(f"{step[1]} (#{entry.number})" for entry in notebook.of("note") if (step := described(entry))),
-        ],
         "record_kept": (notebook.path / "llm.jsonl").is_file(),
         "commits_kept": (notebook.path / "subject").is_dir(),
         "notebook": NOTEBOOK,
         "folder": notebook.path.name,
+    }
+
+
+def chapters(notebook: Notebook) -> Facts:
+    """Facts of a campaign beside its studies: notes of people, related work, and what proposers cost."""
+    started, note = notebook.known("started"), notebook.path / NOTE
+    of_file = note.read_text(encoding="utf-8").splitlines() if note.is_file() else []
+    of_notebook = [f"{step[1]} (#{e.number})" for e in notebook.of("note") if (step := described(e))]
+    content = started.content if started else {}
+    plan = (content.get("planned") or {}).get("asked", {})
+    cites = content.get("cites") or plan.get("cites", [])
+    return {
+        "remarks": [*of_file, *of_notebook],
+        "cites": [
+            {"file": c["file"], "title": c["title"] or c["file"], "why": c.get("why") or c["says"]} for c in cites
+        ],
+        "proposers": proposers(notebook, plan.get("used")),
     }
 
 
@@ -224,9 +238,9 @@ def open_studies(studies: Sequence[Facts]) -> list[Facts]:
     return [each for each in studies if each["is_whole"] and each["findings"][0]["verdict"] == "inconclusive"]
 
 
-def proposers(notebook: Notebook) -> list[Facts]:
-    """By proposer, requests, those that it answered, the first error, and what they cost."""
-    asked: dict[str, list[dict[str, Any]]] = {}
+def proposers(notebook: Notebook, used: Mapping[str, float] | None) -> list[Facts]:
+    """By proposer, requests, answered ones, the first error, and what they cost. `used` is the cost of planning."""
+    asked: dict[str, list[dict[str, Any]]] = {"The plan of the topic": [{**used, "used": used}]} if used else {}
     for entry in notebook.of("intent"):
         if "proposals" in entry.content:
             name = proposer_of(entry)
@@ -238,7 +252,8 @@ def proposers(notebook: Notebook) -> list[Facts]:
             "answered": sum("away" not in one for one in contents),
             "error": next((one["away"] for one in contents if "away" in one), ""),
             "seconds": 3600 * math.fsum(one.get("hours", 0.0) for one in contents),
-            "tokens": sum(one.get("tokens", 0) for one in contents) or None,
+            "tokens": sum(one.get("used", {}).get(side, 0) for one in contents for side in ("read", "written")) or None,
+            "price": math.fsum(one.get("used", {}).get("price", 0.0) for one in contents) or None,
         }
         for name, contents in asked.items()
     ]

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tarfile
 import tomllib
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Set
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
@@ -31,6 +31,7 @@ from io import BytesIO
 from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import MappingProxyType
 from typing import Any
 
 from agentjet.client.agent_source import file_and_function, hash_of, one_line
@@ -66,11 +67,13 @@ REQUIRED = {
 }
 """Examples by key."""
 OPTIONAL = (
-    *("reward", "hidden", "shown", "best", "worst", "readable", "equal", "steps", "evaluations", "repeats"),
-    *("concurrency", "floor", "patience", "settings"),
+    *("reward", "deployed", "hidden", "shown", "best", "worst", "readable", "equal", "steps", "evaluations"),
+    *("repeats", "concurrency", "floor", "patience", "settings"),
 )
 KEYS = (*REQUIRED, *OPTIONAL)
 """The keys of subject.toml, which are fields of `Subject`. Names of files are relative to its folder."""
+CODE = ("agent", "tasks", "reward", "deployed")
+"""Keys that name files of an arm."""
 ARM_KEYS = frozenset({"agent", "tasks", "reward", "concurrency", "settings"})
 """Keys that an intervention may change. The others are the judge's."""
 METRIC = "score of the judge on the held-out tasks, at the last step"
@@ -115,9 +118,9 @@ def resolved(given: Subject, folder: Path) -> Subject:
     """With the model as an absolute path if it is a folder. Raises `ConfigError` for a file that is not there, and for
     held-out tasks in a file that arms must read.
     """
-    for key in ("agent", "tasks", "held_out", "evaluator", "reward"):
+    for key in ("agent", "tasks", "held_out", "evaluator", "reward", "deployed"):
         named = getattr(given, key)
-        if not named and key == "reward":
+        if not named and key in ("reward", "deployed"):
             continue
         file, function = file_and_function(named)
         is_tasks = key in ("tasks", "held_out") and named.endswith(".jsonl")
@@ -286,17 +289,33 @@ class SubjectRepo:
 
     def commit(self, base: str, intervention: Intervention) -> str:
         """Returns the commit of an intervention on top of `base`. Raises `Refused` with the reason."""
+        return self.arm(base, intervention.name, intervention.patch, intervention.changes)
+
+    def arm(
+        self,
+        base: str,
+        name: str,
+        patch: str = "",
+        changes: Setting = MappingProxyType({}),
+        keys: Mapping[str, str] = MappingProxyType({}),
+    ) -> str:
+        """Returns the commit of a change on top of `base`. `keys` are those of subject.toml that a person gave other
+        values. Raises `Refused`.
+        """
 
         def change(index: str) -> None:
-            if intervention.patch:
-                self._apply(intervention.patch, index)
-            if intervention.changes:
+            if patch:
+                self._apply(patch, index)
+            if changes or keys:
                 given = parse_subject(self._git("show", f":{SUBJECT}", index=index), SUBJECT)
-                self._write(replace(given, settings={**given.settings, **intervention.changes}), index)
+                named: dict[str, Any] = {**keys, "settings": {**given.settings, **changes}}
+                self._write(replace(given, **named), index)
 
-        return self._changed_commit(base, intervention.name, change, loads=bool(intervention.patch))
+        return self._changed_commit(base, name, change, loads=bool(patch or keys), keys=keys.keys())
 
-    def _changed_commit(self, base: str, name: str, change: Callable[[str], None], *, loads: bool) -> str:
+    def _changed_commit(
+        self, base: str, name: str, change: Callable[[str], None], *, loads: bool, keys: Set[str] = frozenset()
+    ) -> str:
         """The commit of a change of the index of `base`. `loads`: try if its code can be loaded. Raises `Refused`."""
         try:
             with TemporaryDirectory(dir=self.folder) as scratch:
@@ -304,21 +323,21 @@ class SubjectRepo:
                 self._git("read-tree", base, index=index)
                 change(index)
                 tree = self._git("write-tree", index=index).strip()
-            self._check_changes(base, tree)
+            self._check_changes(base, tree, ARM_KEYS | keys)
         except ConfigError as error:
             raise Refused(str(error)) from None
         commit = self._git("commit-tree", tree, "-p", base, "-m", name).strip()
         accepted = f"refs/arms/{commit}"
         if not self._git("for-each-ref", accepted):
             if loads:
-                self._check_imports(commit)
+                self._loaded(commit)
             self._git("update-ref", accepted, commit)
         return commit
 
     def patch_of(self, commit: str) -> str:
         """What a commit changes in the user's folder, whose subject.toml keeps its spelling."""
         text = (self.folder / "judge" / self._given).read_text(encoding="utf-8")
-        first, after = self._subject_file(self.first), self._subject_file(commit)
+        first, after = self.described(self.first), self.described(commit)
         trees = []
         for of, shown in ((self.first, text), (commit, respelled(text, first, after))):
             with TemporaryDirectory(dir=self.folder) as scratch:
@@ -337,7 +356,7 @@ class SubjectRepo:
 
     def without(self, base: str, whole: str, part: str) -> str:
         """The commit of `whole` with one of its `parts` as in `base`. Raises `Refused` if it does not load."""
-        given, first = self._subject_file(whole), self._subject_file(base)
+        given, first = self.described(whole), self.described(base)
 
         def change(index: str) -> None:
             if part in ARM_KEYS:
@@ -355,7 +374,7 @@ class SubjectRepo:
 
     def _keys(self, commit: str) -> dict[str, Any]:
         """What arms may change in subject.toml: settings by their dotted names, and other keys."""
-        return keys_of(self._subject_file(commit))
+        return keys_of(self.described(commit))
 
     def files(self, commit: str) -> dict[str, str]:
         """Text files of a commit by path."""
@@ -381,7 +400,7 @@ class SubjectRepo:
     @property
     def rules(self) -> dict[str, Any]:
         """The fields of a `Question` that the subject gives: the judge's hash, its scale and the equal amount."""
-        first = self._subject_file(self.first)
+        first = self.described(self.first)
         scale = (
             ""
             if (first.worst, first.best) == (0, 1)
@@ -389,13 +408,11 @@ class SubjectRepo:
         )
         return {"evaluator": digest_of(self._files), "equal": first.equal, "metric": f"{METRIC}{scale}"}
 
-    def subject(self, commit: str, steps: int = 0) -> Subject:
-        """The subject of a commit, with the judge's part from the locked copy. `steps` replace those of its full run.
-        Raises `ConfigError` if the locked copy changed.
-        """
+    def subject(self, commit: str) -> Subject:
+        """The subject of a commit, with the judge's part from the locked copy. Raises `ConfigError` if that changed."""
         self.check_judge()
-        given, first = self._subject_file(commit), self._subject_file(self.first)
-        place, judge, steps = self.worktree(commit), self.folder / "judge", steps or steps_as(given, first)
+        given, first = self.described(commit), self.described(self.first)
+        place, judge, steps = self.worktree(commit), self.folder / "judge", steps_as(given, first)
         return replace(
             first,
             agent=str(place / given.agent),
@@ -407,16 +424,21 @@ class SubjectRepo:
             evaluations=min(first.evaluations, steps),
             concurrency=given.concurrency,
             reward=str(place / given.reward) if given.reward else "",
+            deployed=str(place / given.deployed) if given.deployed else "",
             readable=(str(place), *first.readable),
         )
 
     def subject_of(self, trial: Trial) -> Subject:
         """The subject of a trial whose arm is a commit."""
-        return self.subject(trial.arm, round(number(trial.setting, "job.max_steps", 0)))
+        return self.subject(trial.arm).varied(trial.setting)
+
+    def num_tasks(self) -> int:
+        """Number of the training tasks of the subject as given. Raises `Refused`."""
+        return len(self._loaded(self.first))
 
     def judge_source(self) -> str:
         """Source of the evaluator's file."""
-        return (self.folder / "judge" / file_of(self._subject_file(self.first).evaluator)).read_text(encoding="utf-8")
+        return (self.folder / "judge" / file_of(self.described(self.first).evaluator)).read_text(encoding="utf-8")
 
     # ---- checks ------------------------------------------------------------------------------------------------------
 
@@ -460,13 +482,13 @@ class SubjectRepo:
             text = text.replace(f"{copy}{os.sep}", f"{self.user_folder}{os.sep}")
         return text
 
-    def _check_changes(self, base: str, tree: str) -> None:
-        """Raises `Refused` for a forbidden change between a commit and a tree."""
+    def _check_changes(self, base: str, tree: str, keys: Set[str]) -> None:
+        """Raises `Refused` for a forbidden change between a commit and a tree. `keys` of subject.toml may change."""
         before, after = self._files_of(base), self._files_of(tree)
         changed = sorted(path for path in {*before, *after} if before.get(path) != after.get(path))
         if not changed:
             raise Refused("it changes nothing: give another change")
-        first = self._subject_file(self.first)
+        first = self.described(self.first)
         for path in changed:
             if path in (file_of(first.evaluator), file_of(first.held_out)):
                 raise Refused(f"{path}: the judge's files are fixed; an arm may copy the evaluator under another name")
@@ -476,24 +498,37 @@ class SubjectRepo:
             if path not in before and (name in sys.stdlib_module_names or is_installed_module(name)):
                 raise Refused(f"{path}: {name!r} is the name of an installed module: choose another name")
         given = parse_subject(after.get(SUBJECT, b"").decode("utf-8", "replace"), SUBJECT)
-        for key in (key for key in KEYS if key not in ARM_KEYS):
+        for key in CODE:
+            if (named := getattr(given, key)) and (file := file_of(named)) not in after:
+                raise Refused(f"{key} = {named!r}: there is no file {file!r} in the subject's folder")
+        for key in (key for key in KEYS if key not in keys):
             fixed, wanted = getattr(first, key), getattr(given, key)
             if fixed != wanted:
                 raise Refused(f"{SUBJECT}: {key} = {wanted!r}: it is the judge's, and stays {fixed!r}")
         check_imports(given.settings, first.settings)
         check_settings(given.settings)
 
-    def _check_imports(self, commit: str) -> None:
+    def _loaded(self, commit: str) -> list[Task]:
         """Loads the agent and the training tasks in the sandbox. Raises `Refused`."""
         try:
-            self._load(self._order(self.subject(commit), commit))
+            return self._load(self._order(self.subject(commit), commit))
         except ArmFailed as error:
             raise Refused(f"it does not load: {error}") from None
 
     def _order(self, subject: Subject, name: str) -> ArmOrder:
         home = str(self.folder / "homes" / name)
         nowhere = Address("http://127.0.0.1:9", "")
-        return ArmOrder(subject.agent, subject.tasks, nowhere, 1, subject.reward, home, subject.readable, self._unsafe)
+        return ArmOrder(
+            subject.agent,
+            subject.tasks,
+            nowhere,
+            1,
+            subject.reward,
+            home,
+            subject.readable,
+            self._unsafe,
+            deployed=subject.deployed,
+        )
 
     # ---- git ---------------------------------------------------------------------------------------------------------
 
@@ -518,7 +553,8 @@ class SubjectRepo:
         blob = self._git("hash-object", "-w", "--stdin", text=text).strip()
         self._git("update-index", "--add", "--cacheinfo", f"100644,{blob},{name}", index=index)
 
-    def _subject_file(self, commit: str) -> Subject:
+    def described(self, commit: str) -> Subject:
+        """The subject.toml of a commit."""
         if commit not in self._subjects:
             self._subjects[commit] = parse_subject(self.files(commit)[SUBJECT], SUBJECT)
         return self._subjects[commit]
