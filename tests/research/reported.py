@@ -60,7 +60,7 @@ class Told(Formula):
 @cache
 def rich_book() -> StudyLog:
     """Read-only."""
-    log = StudyLog()
+    log = StudyLog(now=lambda: 0.0)
     findings, _ = conduct(RICH, log, Told(lost={3, 4, 40}))
     assert [finding.verdict for finding in findings] == VERDICTS
     ill = next(outcomes[0].trial for outcomes in log.outcomes.values() if outcomes[0].end == "diverged")

@@ -282,7 +282,7 @@ class OnMachines(Formula):
     def collect(self, key: str) -> Outcome:
         arm = self.launched[key].arm
         number = [name for name, trial in self.launched.items() if trial.arm == arm].index(key)
-        return replace(super().collect(key), machine=self.machines[arm][number % len(self.machines[arm])])
+        return replace(super().collect(key), machine={"hardware": self.machines[arm][number % len(self.machines[arm])]})
 
 
 @pytest.mark.parametrize(

@@ -42,11 +42,13 @@ from agentjet.research.models import Address, Outcome, Setting, Subject, Trial, 
 from agentjet.research.swarm_runner import (
     MAX_MACHINES,
     MAX_SERVINGS,
+    POLICY,
     MachineLost,
     RunningServer,
     ServerUnavailable,
     SwarmRunner,
     check_weights,
+    kept_policy,
 )
 from agentjet.research.trial_process import RunRecord, TrialOrder, TrialProcess, scoring, weight_changes
 from tests.research.world import FakeSlot
@@ -126,6 +128,37 @@ def test_a_place_that_cannot_serve(tmp_path: Path) -> None:
         "job.seed": 7,
         "job.max_steps": 3,
     }
+
+
+class Keeping(FakeSlot):
+    """Each run ends with a score and a policy."""
+
+    def run_finished(self, run: Path) -> None:
+        (run / POLICY).mkdir()
+        (run / POLICY / "weights").write_text(run.name)
+
+
+def test_the_policy_of_an_arms_newest_confirming_run_is_kept(tmp_path: Path) -> None:
+    trials = {
+        "k-1": replace(TRIAL, fidelity=1.0, phase="confirm"),
+        "k-2": replace(TRIAL, fidelity=1.0, phase="confirm", seed=8),
+        "k-3": replace(TRIAL, fidelity=1.0, phase="explore", seed=9),
+    }
+    ended = iter(trials.items())
+
+    def end(run: Path, settings: Setting) -> None:
+        key, trial = next(ended)
+        outcome = Outcome(trial.id, "completed", 1.0)
+        (tmp_path / "launches" / key / "draft.json").write_text(canonical(outcome.to_json()))
+
+    with SwarmRunner(SUBJECT, tmp_path, [Keeping(before=end)]) as runner:
+        for key, trial in trials.items():
+            runner.launch(key, trial)
+            assert runner.collect(key).score == 1.0
+    kept = kept_policy(tmp_path, TRIAL.arm)
+    assert (kept / POLICY / "weights").read_text() == trials["k-2"].run
+    assert json.loads((kept / "run.json").read_text())["seed"] == 8
+    assert not list((tmp_path / "runs").glob(f"*/{POLICY}")) and len(list((tmp_path / "policies").iterdir())) == 1
 
 
 @pytest.mark.parametrize("began", [False, True])
@@ -277,7 +310,7 @@ def test_seconds_are_compared_on_machines_of_one_kind(
 
     def run_process(runner: SwarmRunner, order: TrialOrder, server: RunningServer, log: Path) -> str:
         assert may_end.wait(60)
-        ended = Outcome(order.trial.id, "completed", 1.0, machine=server.machine)
+        ended = Outcome(order.trial.id, "completed", 1.0, machine={"hardware": server.machine})
         Path(order.answer).write_text(canonical(ended.to_json()))
         return ""
 
@@ -290,7 +323,7 @@ def test_seconds_are_compared_on_machines_of_one_kind(
             runner.equal_machines = equal
             for seed in seeds:
                 runner.launch(f"k-{seed}", replace(TRIAL, seed=seed))
-            return {runner.collect(f"k-{seed}").machine for seed in seeds}
+            return {runner.collect(f"k-{seed}").machine["hardware"] for seed in seeds}
 
     monkeypatch.setattr(SwarmRunner, "_run_process", run_process)
     first, other = FakeSlot(None, "a", machine="8 x H200"), FakeSlot(None, "b", machine="1 x T4")

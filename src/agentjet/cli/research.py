@@ -14,6 +14,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer import Argument, Option
 
-from agentjet.cli import Json, example, load_example
+from agentjet.cli import Json, example, load_example, new_path
 from agentjet.cli.trial_servers import Local, Servers, local_slots
 from agentjet.errors import ConfigError
 
@@ -89,14 +90,17 @@ def report(
 ) -> None:
     """Write the report of a study or of a campaign, finished or not."""
     from agentjet.research import report as studies
-    from agentjet.research.campaign.report import build
-    from agentjet.research.journal import StudyFolder
+    from agentjet.research.campaign.report import build, chapters
+    from agentjet.research.journal import Notebook, StudyFolder
 
     if not is_campaign(folder) or (folder / STUDY).exists():
-        log = StudyFolder(folder).log()
+        log, more = StudyFolder(folder).log(), {}
+        if is_campaign(folder):
+            with Notebook(folder, writer=False) as notebook:
+                more = chapters(notebook)
         if check is None:
-            typer.echo(studies.build(log, folder))
-        elif problems := studies.check(check, log):
+            typer.echo(studies.build(log, folder, more))
+        elif problems := studies.check(check, log, more):
             raise ConfigError("\n".join([f"{check} differs from the journal:", *problems]))
         else:
             typer.echo(f"{check} agrees with the journal")
@@ -641,6 +645,60 @@ def print_standing(folder: Path, as_json: bool, day: int = 0) -> None:
             typer.echo(f"  {line}")
 
 
+def apply(
+    folder: CampaignFolder,
+    to: Annotated[
+        Path | None, Option(help="The subject's folder in a git repository; default: the one that `start` was given.")
+    ] = None,
+    branch: Annotated[str, Option(help="The branch to make; default: agentjet/ and the name of the campaign.")] = "",
+    checkpoint: Annotated[
+        Path | None, Option(help="Also write the trained policy, with a model card, to this new folder.")
+    ] = None,
+) -> None:
+    """Put the confirmed changes of a campaign on a new branch of your git repository, and export the trained policy.
+
+    The working tree stays as it is. Without a repository the changes are in confirmed.patch in the campaign's folder.
+    """
+    from agentjet.research.campaign.report import gather, model_card
+    from agentjet.research.campaign.subject_repo import SubjectRepo, git, on_branch
+    from agentjet.research.journal import Notebook, write_whole
+    from agentjet.research.swarm_runner import POLICY, kept_policy
+
+    with Notebook(folder, writer=False) as notebook:
+        facts = gather(notebook)
+    if not (folder / SOURCE).exists():
+        raise ConfigError(f"{folder}: an archived campaign without its subject: its changes are in report.md")
+    if not facts["accepted"]:
+        raise ConfigError(f"{folder}: the campaign has confirmed no change, so there is nothing to apply")
+    kept = kept_policy(folder, facts["base"])
+    if checkpoint is not None and not (kept / "run.json").exists():
+        raise ConfigError(
+            f"--checkpoint {checkpoint}: {folder} has no policy of the confirmed change, as after runs on --server, "
+            "which stay there: train the branch with agentjet run, or omit --checkpoint"
+        )
+    repo, message = SubjectRepo(folder), "\n\n".join([facts["topic"], " ".join(facts["answer"])])
+    patch, place = repo.patch_of(facts["base"]), to or repo.user_folder
+    name = branch or f"agentjet/{folder.resolve().name}"
+    write_whole(folder / "confirmed.patch", patch)
+    with new_path(checkpoint) if checkpoint else nullcontext() as unfinished:
+        if unfinished:
+            shutil.copytree(kept / POLICY, unfinished)
+            write_whole(unfinished / "README.md", model_card(facts, json.loads((kept / "run.json").read_text())))
+        try:
+            git(place, "rev-parse", "--git-dir")
+        except ConfigError:
+            patched = folder / "confirmed.patch"
+            if to is not None:
+                refused = f"--to {to} is not a folder in a git repository"
+                raise ConfigError(f"{refused}: omit it, and apply {patched}") from None
+            typer.echo(f"{place} is not in a git repository: the changes are in {patched}")
+        else:
+            commit = on_branch(patch, place, name, message)
+            typer.echo(f"branch {name} of {place} is commit {commit[:12]}; see it with: git diff HEAD...{name}")
+    if checkpoint:
+        typer.echo(f"the policy is in {checkpoint}; score it with: agentjet eval {shlex.quote(str(checkpoint))}")
+
+
 def demo(
     out: Annotated[Path, Option(help="Folder of the campaign; an interrupted one is continued.")] = Path(
         "research-demo"
@@ -671,5 +729,5 @@ def demo(
     typer.echo(f"{time.monotonic() - began:.0f} s in all")
 
 
-for command in (new, run, status, report, start, resume, digest, demo):
+for command in (new, run, status, report, start, resume, digest, apply, demo):
     app.command()(command)

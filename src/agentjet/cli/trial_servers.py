@@ -136,7 +136,13 @@ def overrides_of(settings: Setting) -> list[str]:
 
 
 def remove_checkpoints(run: Path) -> None:
-    shutil.rmtree(run / "server" / "runs" / DEFAULT_RUN / "checkpoints", ignore_errors=True)
+    """Keeps the newest policy, for `agentjet research apply`."""
+    from agentjet.research.swarm_runner import POLICY
+
+    checkpoints = run / "server" / "runs" / DEFAULT_RUN / "checkpoints"
+    for newest in sorted(checkpoints.glob(f"step_*/{POLICY}"))[-1:]:
+        newest.replace(run / POLICY)
+    shutil.rmtree(checkpoints, ignore_errors=True)
 
 
 def wait_until_free(data_dir: Path, stopping: Event) -> None:

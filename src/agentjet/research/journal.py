@@ -348,7 +348,9 @@ class Notebook(StudyJournal):
     def spending(self, until: float = math.inf) -> dict[str, float]:
         """Full runs and hours of work, those of proposers included, up to a time."""
         runs = [(entry.content["cost"], entry.content["hours"]) for entry in self.of("observed", until=until)]
-        studies = [(entry.content["spent"], entry.content["hours"]) for entry in self.of("learned", until=until)]
+        studies = [
+            (entry.content["spent"], entry.content["hours"]) for entry in self.of("learned", "ablated", until=until)
+        ]
         asked = [(0.0, entry.content.get("hours", 0.0)) for entry in self.of("intent", until=until)]
         every = [*runs, *studies, *asked]
         return {"runs": math.fsum(cost for cost, _ in every), "hours": math.fsum(hours for _, hours in every)}
@@ -418,7 +420,9 @@ def described(entry: JournalEntry) -> tuple[str, str] | None:
             return "screened", f"{result} (scores after a third: {'; '.join(short)})" if short else result
         case "study":
             return "fixed a study, before its data", content["name"]
-        case "learned":
+        case "ablation":
+            return "fixed a study of the parts, before its data", content["name"]
+        case "learned" | "ablated":
             return "learned", content["meaning"]
         case "edited":
             return "note", content["meaning"]
@@ -426,7 +430,11 @@ def described(entry: JournalEntry) -> tuple[str, str] | None:
             return "followed up", content["reason"]
         case "ended":
             return "ended", content["reason"]
-    return None
+        case "intent" | "parts":
+            return None
+        case kind:  # of another version
+            said = [content[name] for name in ("text", "meaning", "reason") if isinstance(content.get(name), str)]
+            return (kind, said[0]) if said else None
 
 
 def proposer_of(asked: JournalEntry) -> str:

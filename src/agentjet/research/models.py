@@ -642,8 +642,8 @@ class Outcome(Record):
     """Best, median and worst training episodes of a judged subject."""
     by_task: Mapping[str, tuple[float, float, int]] = field(default_factory=dict)
     """By training task of a judged subject: least and highest reward, and number of episodes."""
-    machine: str = ""
-    """Kind of the hardware on which it ended. Empty if the runner does not report it."""
+    machine: Mapping[str, str] = field(default_factory=dict)
+    """Versions, hardware and base weights of the run: see `trial_process.machine_of`. Empty if not reported."""
 
     def measured(self, metric: Metric) -> float | None:
         """Returns the score; or the logarithm of the mean tokens of an answer in the last quarter of the run, or of the

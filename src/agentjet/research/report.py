@@ -19,6 +19,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import cache, cached_property
 from html import escape
 from itertools import zip_longest
@@ -32,10 +33,21 @@ from markdown_it import MarkdownIt
 from agentjet.config import parse_config
 from agentjet.errors import ConfigError
 from agentjet.research.diagnosis import MANY_FAILED, held_out_counts
-from agentjet.research.journal import StudyFolder, StudyLog, write_whole
-from agentjet.research.models import EXPECTED, Arm, Finding, Hypothesis, Outcome, Setting, Study, Trial, Value
+from agentjet.research.journal import JournalEntry, StudyFolder, StudyLog, write_whole
+from agentjet.research.models import (
+    EXPECTED,
+    Arm,
+    Finding,
+    Hypothesis,
+    Outcome,
+    Setting,
+    Study,
+    Trial,
+    Value,
+    canonical,
+)
 from agentjet.research.scheduler import DIRECTIONAL, Spending, estimate_cost
-from agentjet.research.statistics import POWER, largest_unseen_rate, nominal_level, planned_power
+from agentjet.research.statistics import POWER, largest_unseen_rate, nominal_level, planned_power, welch
 from agentjet.research.topic import answer
 from agentjet.types import beginning
 
@@ -117,6 +129,14 @@ class StudyView:
     def confirming(self, arm: str) -> list[Launched]:
         return [one for one in self.launched if one.trial.phase == "confirm" and one.trial.arm == arm]
 
+    def curves(self, arm: str) -> list[tuple[float, ...]]:
+        """Curves of the confirming runs that have a score."""
+        return [
+            one.outcome.curve
+            for one in self.confirming(arm)
+            if one.outcome and one.outcome.curve and one.score is not None
+        ]
+
     def scores(self, arm: str) -> list[float]:
         """Final scores of the confirming runs."""
         return [one.score for one in self.confirming(arm) if one.score is not None]
@@ -173,12 +193,22 @@ def gather(view: StudyView) -> Facts:
         "diagnoses": diagnosis_facts(view),
         "deviations": list(deviations(view, arms)),
         "limitations": list(limitations(view, arms)),
+        "record": record(view.log.entries, [outcome for ended in view.log.outcomes.values() for outcome in ended]),
         "simulated": SIMULATED,
     }
 
 
-def setting_text(setting: Setting) -> str:
-    return ", ".join(f"{name} = {written(value)}" for name, value in sorted(setting.items())) or "the base"
+def record(entries: Sequence[JournalEntry], outcomes: Sequence[Outcome]) -> Facts:
+    """Dates of the first and the last entry, and what runs were made with: a part may have been resumed elsewhere."""
+    made = Counter(canonical(one.machine) for one in outcomes if one.score is not None)
+    dates = [f"{datetime.fromtimestamp(entry.at, UTC):%Y-%m-%d %H:%M}" for entry in entries if entry.at]
+    machines = [{"runs": runs, "machine": json.loads(machine)} for machine, runs in made.items()]
+    return {"began": min(dates, default=""), "newest": max(dates, default=""), "machines": machines}
+
+
+def setting_text(setting: Setting, code: str = "") -> str:
+    named = [f"{name} = {written(value)}" for name, value in sorted(setting.items())]
+    return ", ".join([code, *named] if code else named) or "the base"
 
 
 def written(value: Value) -> str:
@@ -206,7 +236,6 @@ def finding_facts(name: str, hypothesis: Hypothesis, view: StudyView) -> Facts:
     known = view.findings.get(hypothesis.id)
     found = known or Finding(hypothesis.id, "inconclusive", "")
     trials = [one for one in view.launched if one.trial.id in found.trials]
-    seeds = max(Counter(one.trial.arm for one in trials).values(), default=0)
     expected = EXPECTED[hypothesis.sign] if hypothesis.sign else ""
     return {
         **hypothesis.to_json(),
@@ -214,27 +243,55 @@ def finding_facts(name: str, hypothesis: Hypothesis, view: StudyView) -> Facts:
         "name": name,
         "verdict": known.verdict if known else "open",
         "expected": f"{expected}: {hypothesis.why}" if hypothesis.why else expected,
-        "early": found.verdict in DIRECTIONAL and seeds < view.study.looks[-1],
-        "untested": untested(found, hypothesis, view),
+        "doubts": list(doubts(found, hypothesis, view)),
         "settings": [f"{arm}: {setting_text(setting)}" for arm, setting in sorted(found.settings.items())],
         "trials": [one.name for one in trials],
         "looks": [look.to_json() for look in view.looks(hypothesis.id)],
     }
 
 
-def untested(found: Finding, hypothesis: Hypothesis, view: StudyView) -> list[str]:
-    """A sentence for each side of a claim with a cause in `UNTESTED` in most of its confirming runs."""
-    sentences = []
+def doubts(found: Finding, hypothesis: Hypothesis, view: StudyView) -> Iterator[str]:
+    """Sentences about an early verdict; an interval beyond the range of the scores; and arms without spread, whose runs
+    have not converged, or of which most confirming runs have a cause in `UNTESTED`.
+    """
+    study, scores = view.study, {arm: view.scores(arm) for arm in hypothesis.contrast}
+    every = [score for of_arm in scores.values() for score in of_arm]
+    is_share = bool(every) and 0 <= min(every) <= max(every) <= 1
+    trials = Counter(one.trial.arm for one in view.launched if one.trial.id in found.trials)
+    seeds = max(trials.values(), default=0)
+    if found.verdict in DIRECTIONAL and seeds < study.looks[-1]:
+        look = (
+            f"This verdict came at look {study.looks.index(seeds) + 1} of {len(study.looks)}."
+            if seeds in study.looks
+            else "This verdict came before the last look."
+        )
+        yield f"{look} A study that stops as soon as a difference shows overstates it on average."
+    if found.low is not None and found.high is not None and is_share and len(scores) == 2:
+        level = float(np.mean(scores[hypothesis.against]))
+        if not -level <= found.low <= found.high <= 1 - level:
+            yield (
+                f"All scores are from 0 to 1. If nothing beyond is paid, “{hypothesis.against}” with {number(level)} "
+                f"leaves room for a difference of {0 - level:+.3g} to {1 - level:+.3g}. The interval reaches beyond, "
+                "because Welch's t does not know limits of scores."
+            )
+    for arm, values in scores.items() if hypothesis.metric == "score" else ():
+        rises = [curve[-1] - curve[-2] for curve in view.curves(arm) if len(curve) > 2]
+        has_room = not is_share or 1 - float(np.mean(values)) > study.sesoi
+        if len(rises) > 1 and has_room and (low := welch(rises, [0.0] * len(rises)).interval(0.05)[0]) > 0:
+            yield (
+                f"The score of “{arm}” still rose between the last two evaluations: by {number(float(np.mean(rises)))} "
+                f"(at 95 %, {number(low)} or more). So its runs have not converged, and longer ones may end otherwise."
+            )
+    if flat := [f"“{arm}”" for arm, values in scores.items() if len(values) > 1 and min(values) == max(values)]:
+        yield f"All seeds of {' and '.join(flat)} scored the same. Welch's t assumes about normal scores."
     for arm in hypothesis.contrast:
         runs = [one.trial.id for one in view.launched if one.trial.id in found.trials and one.trial.arm == arm]
         ill = [[d for d in view.log.diagnoses.get(run, []) if d.cause in UNTESTED] for run in runs]
         first = [diagnoses[0] for diagnoses in ill if diagnoses]
         if 2 * len(first) > len(runs):
             causes = ", ".join(sorted({d.cause.replace("_", " ") for d in first}))
-            sentences.append(
-                f"{len(first)} of {len(runs)} confirming runs of “{arm}” are diagnosed as {causes}: {first[0].meaning}."
-            )
-    return sentences
+            of_runs = f"{len(first)} of {len(runs)} confirming runs of “{arm}”"
+            yield f"{of_runs} are diagnosed as {causes}: {first[0].meaning}."
 
 
 def arm_facts(arm: Arm, view: StudyView) -> Facts:
@@ -246,11 +303,12 @@ def arm_facts(arm: Arm, view: StudyView) -> Facts:
         "changes": setting_text(arm.changes),
         "knobs": "; ".join(f"{knob.name} over {', '.join(map(written, knob.values))}" for knob in arm.nuisance),
         "agent": subject.agent_of(arm.name) if subject else arm.code[:12],
-        "setting": setting_text(view.chosen[arm.name]) if arm.name in view.chosen else "",
+        "setting": setting_text(view.chosen[arm.name], arm.code[:12]) if arm.name in view.chosen else "",
         "completed": ends["completed"],
         "diverged": ends["diverged"],
         "lost": ends["infra_failed"],
         "scored": len(scores),
+        "first": float(np.mean([curve[0] for curve in view.curves(arm.name)])) if view.curves(arm.name) else None,
         "mean": float(np.mean(scores)) if scores else None,
         "deviation": float(np.std(scores, ddof=1)) if len(scores) > 1 else None,
         "worst": min(scores, default=None),
@@ -334,6 +392,12 @@ def limitations(view: StudyView, arms: Sequence[Facts]) -> Iterator[str]:
     ill = sum(one.trial.id in view.log.diagnoses for one in trials)
     if ill:
         yield f"{ill} of {len(trials)} confirming trials have a diagnosis. Their scores count nevertheless."
+    for one in arms:
+        if one["unseen"] is not None:
+            yield (
+                f"None of {one['scored']} confirming runs of “{one['name']}” diverged. Up to "
+                f"{FILTERS['share'](one['unseen'])} of its seeds may fail nevertheless."
+            )
     yield from machine_limits(view)
     if not study.evaluator:
         yield "The plan has no hash of the evaluator, so this report cannot show that it stayed the same."
@@ -380,7 +444,7 @@ def machine_limits(view: StudyView) -> Iterator[str]:
     """The machines of the arms, if these ran on several kinds and not equally often."""
     arms = [arm.name for arm in view.study.arms]
     ended = {arm: [one.outcome for one in view.confirming(arm) if one.outcome] for arm in arms}
-    ran = {arm: Counter(outcome.machine for outcome in ended[arm] if outcome.machine) for arm in arms}
+    ran = {arm: Counter(kind for one in ended[arm] if (kind := one.machine.get("hardware"))) for arm in arms}
     if len({*ran[arms[0]]}.union(*ran.values())) > 1 and any(ran[arm] != ran[arms[0]] for arm in arms):
         of_arms = [
             f"“{arm}” {' and '.join(f'{number} on {machine}' for machine, number in sorted(ran[arm].items()))}"
@@ -531,6 +595,8 @@ FILTERS: Mapping[str, Callable[..., Any]] = {
     "share": lambda value: f"{100 * value:.3g} %",
     "shares": lambda values: ", ".join(f"{100 * value:.3g} %" for value in values),
     "words": lambda value: str(value).replace("_", " "),
+    "values": lambda values: ", ".join(map(number, values or ())),
+    "whole": Code,
 }
 
 
@@ -597,16 +663,20 @@ def write_files(files: Mapping[str, str], out: Path) -> Path:
 # ---- studies --------------------------------------------------------------------------------------------------------
 
 
-def render(log: StudyLog) -> dict[str, str]:
-    """Files of a study's report by name. Raises `ConfigError` if the log holds no study."""
-    facts = gather(StudyView(log))
-    trials = {one["name"]: one["curve"] for one in facts["trials"]}
-    along = [(arm["name"], [trials[name] for name in arm["runs"] if trials[name]]) for arm in facts["arms"]]
-    drawings = {
-        "effects": effects(facts["findings"], facts["study"]["sesoi"]),
-        "curves": curves(along, facts["evaluation_steps"]),
-    }
+def render(log: StudyLog, more: Mapping[str, Any] = {}) -> dict[str, str]:
+    """Files of a study's report by name. `more` are facts of its campaign. Raises `ConfigError` if the log holds no
+    study.
+    """
+    facts = {**gather(StudyView(log)), **more}
+    drawings = {"effects": effects(facts["findings"], facts["study"]["sesoi"]), "curves": curves_of(facts)}
     return files_of("study.md.jinja", facts, drawings)
+
+
+def curves_of(study: Facts, steps: Sequence[int] = ()) -> str:
+    """The curves of a study's confirming runs by arm."""
+    trials = {one["name"]: one["curve"] for one in study["trials"]}
+    along = [(arm["name"], [trials[name] for name in arm["runs"] if trials[name]]) for arm in study["arms"]]
+    return curves(along, steps or study["evaluation_steps"])
 
 
 def plan_page(study: Study) -> str:
@@ -633,12 +703,12 @@ def power_facts(study: Study) -> Iterator[Facts]:
         yield {"claims": ", ".join(claims), "beyond": beyond, "within": within}
 
 
-def build(log: StudyLog, out: Path) -> Path:
+def build(log: StudyLog, out: Path, more: Mapping[str, Any] = {}) -> Path:
     """Writes the files of the report into the folder `out`. Returns the path of the HTML."""
-    return write_files(render(log), out)
+    return write_files(render(log, more), out)
 
 
-def check(path: Path, log: StudyLog) -> list[str]:
+def check(path: Path, log: StudyLog, more: Mapping[str, Any] = {}) -> list[str]:
     """Returns the lines in which a file of a report differs from its journal, a sentence each."""
     kinds = {".html": "report.html", ".md": "report.md", ".json": "facts.json"}
     if path.suffix not in kinds:
@@ -648,7 +718,7 @@ def check(path: Path, log: StudyLog) -> list[str]:
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}; name a report that is there") from None
     lines: Sequence[tuple[str, str]] = [
-        *zip_longest(render(log)[kinds[path.suffix]].splitlines(), found.splitlines(), fillvalue="")
+        *zip_longest(render(log, more)[kinds[path.suffix]].splitlines(), found.splitlines(), fillvalue="")
     ]
     return [
         f"line {number}: {there[:LONGEST]!r} stands where the journal gives {line[:LONGEST]!r}"

@@ -20,6 +20,7 @@ from __future__ import annotations
 import fcntl
 import json
 import queue
+import shutil
 import subprocess
 import sys
 import threading
@@ -46,6 +47,7 @@ from agentjet.research.models import (
     Subject,
     Trial,
     canonical,
+    hash_of,
     of_server,
     shortened,
     shown_model,
@@ -116,13 +118,17 @@ class ServerSlot(Protocol):
         ...
 
     def run_finished(self, run: Path) -> None:
-        """Called when no trial continues this run; files that only a continuation needs may be deleted."""
+        """Called when no trial continues this run; files that only a continuation needs may be deleted. A slot that has
+        the policy moves it to `POLICY` in the run's folder.
+        """
         ...
 
 
 POLL_SECONDS = 0.5
 SERVER_SETTINGS = ("model.device", "model.dtype", "model.threads", "sampler.", "server.")
 """Settings of the server that affect speed, not training."""
+POLICY = "policy"
+"""Folder of a finished run with its policy, if its slot has it."""
 WEIGHTS = "weights"
 """File beside the runs with the fingerprint of their base model."""
 MACHINE = "machine"
@@ -463,7 +469,19 @@ class SwarmRunner:
             run.rename(lost_run)  # a repeat starts from the base model
         elif trial.fidelity >= 1.0:
             slot.run_finished(run)
+            self._keep_policy(trial, outcome, run / POLICY)
         draft.rename(self._outcome_path(key))  # the run is free: its next trial may start
+
+    def _keep_policy(self, trial: Trial, outcome: Outcome, policy: Path) -> None:
+        """Keeps the policy of the newest confirming run of each arm."""
+        with self._ended:
+            if trial.phase == "confirm" and policy.exists():
+                kept = kept_policy(self._runs.parent, trial.arm)
+                shutil.rmtree(kept, ignore_errors=True)
+                kept.mkdir(parents=True)
+                policy.rename(kept / POLICY)
+                write_whole(kept / "run.json", canonical({"seed": trial.seed, "outcome": outcome.to_json()}))
+            shutil.rmtree(policy, ignore_errors=True)
 
     def _check_first_trial(self, key: str, lost: Outcome, run: Path) -> None:
         """Raises `ConfigError` for a lost trial if none was ever completed: the error then affects all trials."""
@@ -540,6 +558,11 @@ class SwarmRunner:
 
     def _outcome_path(self, key: str) -> Path:
         return self._launches / key / "outcome.json"
+
+
+def kept_policy(folder: Path, arm: str) -> Path:
+    """The folder with the policy of an arm's newest confirming run (`policy/`), and that run (`run.json`)."""
+    return folder / "policies" / hash_of(arm)
 
 
 def wait_for_exit(process: subprocess.Popen[bytes]) -> int:

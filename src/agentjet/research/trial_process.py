@@ -16,6 +16,7 @@ import asyncio
 import fcntl
 import json
 import math
+import platform
 import re
 import signal
 import statistics
@@ -23,6 +24,8 @@ import sys
 from collections.abc import Container, Iterable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -578,8 +581,7 @@ class TrialProcess:
                 settings[name] = tuple(value)
             elif isinstance(value, bool | int | float | str):
                 settings[name] = value
-        machine = (await self._swarm.status()).machine
-        outcome = replace(outcome, settings=settings, facts=facts, machine=machine)
+        outcome = replace(outcome, settings=settings, facts=facts)
         return outcome if self._judged is None else await self._judged.with_training(outcome)
 
 
@@ -590,6 +592,18 @@ def weight_changes(signals: Signals) -> dict[str, float]:
     sides = np.array([last(signals[f"weights/{side}"]) for side in ("learner", "sampler")])
     learner, sampler = map(float, sides[:, np.isfinite(sides).all(0)].sum(1))
     return {"learner_changes": learner, "sampler_changes": sampler / learner} if learner else {}
+
+
+async def machine_of(swarm: AsyncSwarm) -> dict[str, str]:
+    """The server's version, hardware and base weights, and libraries of this process, which a local server shares."""
+    status = await swarm.status()
+    return {
+        "AgentJet": status.version,
+        "Python": platform.python_version(),
+        **{name: version(name) for name in ("torch", "transformers") if find_spec(name)},
+        "hardware": status.machine,
+        "base weights": status.model_weights,
+    }
 
 
 async def carry_out(order: TrialOrder) -> None:
@@ -614,6 +628,8 @@ async def carry_out(order: TrialOrder) -> None:
             async with arm_process.started(arm_order) as arm:
                 work = TrialProcess(order, swarm, arm)
                 outcome = await work.with_facts(await work.run())
+                if outcome.score is not None:
+                    outcome = replace(outcome, machine=await machine_of(swarm))
         except ArmFailed as error:
             if not subject.judged:
                 raise ConfigError(str(error)) from None

@@ -42,6 +42,14 @@ class Commits:
             raise Refused("it changes nothing")
         return self._add(settings)
 
+    def parts(self, base: str, whole: str) -> list[str]:
+        before, after = self._settings[base], self._settings[whole]
+        return sorted(name for name in after if before.get(name) != after[name])
+
+    def without(self, base: str, whole: str, part: str) -> str:
+        settings = {name: value for name, value in self._settings[whole].items() if name != part}
+        return self._add(settings | ({part: self._settings[base][part]} if part in self._settings[base] else {}))
+
     def settings(self, commit: str) -> dict[str, Any]:
         return self._settings[commit]
 

@@ -22,6 +22,7 @@ from agentjet.research.journal import JournalEntry, Notebook, read_log
 from agentjet.research.models import Equal, Outcome, Subject
 from agentjet.research.report import StudyView, gather
 from agentjet.research.topic import given_levels, read_topic
+from tests.cli.test_commands import run
 from tests.research.campaign.campaign_world import SICK, Commits, FakeClock, FormulaRunner
 
 HEALTHY = Commits({**SICK, "job.max_tokens": 300})
@@ -161,3 +162,19 @@ def test_the_place_of_a_model_changes_no_seed() -> None:
 
     plans = [plan_of("Temperature 1 or 1.3?", of({**SICK}), RUNS)[1] for of in (Placed, Elsewhere)]
     assert plans[0] == plans[1] and plans[0]["study"]["subject"]["model"] == "tiny"
+
+
+def test_the_report_of_a_topic_has_what_people_and_planners_did(tmp_path: Path) -> None:
+    question, plan = plan_of("Temperature 1 or 1.3?", HEALTHY, Budget(runs=100.0))
+    plan["asked"]["cites"] = [{"file": "heat.md", "title": "", "says": "warm samples explore"}]
+    plan["asked"]["used"] = {"hours": 0.5, "read": 1000.0, "written": 500.0, "price": 0.02}
+    runner = FormulaRunner(HEALTHY, hotter)
+    with Notebook(tmp_path, now=lambda: 0.0) as notebook:
+        Campaign(question, notebook, cast(Any, HEALTHY), runner, [Strategist()], FakeClock(), planned=plan).run()
+        note = notebook.entry("note", {"text": "only *warm* ones"})
+    run("research", "report", str(tmp_path))
+    markdown = (tmp_path / "report.md").read_text(encoding="utf-8")
+    assert f"campaign:* only \\*warm\\* ones (\\#{note.number})" in markdown
+    assert "* heat.md (heat.md): warm samples explore" in markdown
+    assert r"| The plan of the topic | 1 | 1 | 1,800 | 1,500 | 0.02 | – |" in markdown
+    assert "agrees with the journal" in run("research", "report", str(tmp_path), "--check", str(tmp_path / "report.md"))

@@ -25,7 +25,7 @@ from agentjet.research.campaign.report import build
 from agentjet.research.campaign.runs import OBSERVING, Budget, Question
 from agentjet.research.campaign.strategist import Intervention, ProposerAway, Strategist, View
 from agentjet.research.journal import NOTEBOOK, JournalEntry, Notebook
-from agentjet.research.models import Outcome, Trial
+from agentjet.research.models import Outcome, Refused, Trial
 from tests.research.campaign.campaign_world import SICK, Commits, FakeClock, FormulaRunner, truncating
 from tests.research.world import killed
 
@@ -302,7 +302,7 @@ def test_a_gain_at_step_0_is_the_changes_own(own: bool, tmp_path: Path) -> None:
     _, entries = campaign(tmp_path, Starting(Commits()))
     learned = next(entry.content for entry in entries if entry.kind == "learned")
     assert ("the change itself makes most of the difference, and not learning" in learned["meaning"]) is own
-    assert "at step 0 the difference is +" in learned["meaning"] and len(learned["starts"]["base"]) == 4
+    assert "at step 0 the difference is +" in learned["meaning"] and len(learned["outcomes"]["base"]) == 4
     screened = next(entry.content["full"][0] for entry in entries if entry.kind == "screened")
     assert (screened["at_start"] > 0.3) is own
     markdown = build(tmp_path)[0].read_text(encoding="utf-8")
@@ -337,7 +337,7 @@ def test_runs_that_have_not_converged(rises: bool, room: float, says: bool, tmp_
         return {**found, "score": found["score"] + 0.2 - room}
 
     campaign(tmp_path, Rising(Commits(), formula))
-    text = "The score of changed still rose between the last two evaluations: by 0.1 (at 95 %, 0.1 or more)."
+    text = "The score of “changed” still rose between the last two evaluations: by 0.1 (at 95 %, 0.1 or more)."
     assert (text in build(tmp_path)[0].read_text(encoding="utf-8")) is says
 
 
@@ -545,3 +545,93 @@ def test_budgets() -> None:
 def test_an_intervention_changes_something() -> None:
     with pytest.raises(ConfigError, match="changes nothing"):
         Intervention("idle", "settings")
+
+
+# ---- parts -----------------------------------------------------------------------------------------------------------
+
+BUNDLE = Intervention(
+    "bundle",
+    "settings",
+    {"job.max_tokens": 40, "job.optimizer.lr": 0.002, "job.temperature": 0.7},
+    patch="x",
+    why="truncated 0.667",
+    evidence=(3,),
+)
+
+
+def only_length_gains(settings: Mapping[str, Any]) -> dict[str, float]:
+    """The rate does nothing, the temperature harms, and the patch helps, too."""
+    found = truncating(settings)
+    return {**found, "score": found["score"] - 0.2 * (settings["job.temperature"] < 1) + 0.4 * ("patch" in settings)}
+
+
+class OfParts(Commits):
+    """The patch cannot be left out."""
+
+    def without(self, base: str, whole: str, part: str) -> str:
+        if part == "patch":
+            raise Refused("it does not load: agent.py:3")
+        return super().without(base, whole, part)
+
+
+def test_a_confirmed_bundle_is_taken_apart(tmp_path: Path) -> None:
+    runner, question = FormulaRunner(OfParts(), only_length_gains), Question("t", Budget(runs=150.0))
+    done, entries = campaign(tmp_path, runner, question, [Scripted(BUNDLE)])
+    assert done["accepted"][0] == "bundle" and done["spent"]["runs"] <= 150
+    parts, plan, found = (next(e for e in entries if e.kind == kind) for kind in ("parts", "ablation", "ablated"))
+    assert parts.content["inseparable"] == {"patch": "it does not load: agent.py:3"}
+    assert {part: each["verdict"] for part, each in found.content["findings"].items()} == {
+        "job.max_tokens": "supported",
+        "job.optimizer.lr": "practically_equivalent",
+        "job.temperature": "refuted",
+    }
+    assert "job.temperature does harm: without it the score is higher" in found.content["meaning"]
+    first = next(e.content["commit"] for e in entries if e.kind == "study")
+    whole, *others = plan.content["study"]["arms"]
+    assert whole["code"] == first and len(others) == 3, "the base stays the whole"
+    assert plan.content["study"]["alpha"] == question.alpha_of(2)
+    left = 150 - sum(e.content.get("spent", e.content.get("cost", 0)) for e in entries[: plan.number])
+    assert found.content["spent"] <= left / 3
+    again, replayed = campaign(tmp_path, FormulaRunner(OfParts(), only_length_gains), question, [Scripted(BUNDLE)])
+    assert (again, len(replayed)) == (done, len(entries))
+
+
+@pytest.mark.parametrize(("runs", "made", "parts"), [(30.0, BUNDLE, 0), (52.0, BUNDLE, 2), (150.0, None, 0)])
+def test_as_many_parts_as_a_third_of_what_is_left_pays_for(
+    tmp_path: Path, runs: float, made: Intervention | None, parts: int
+) -> None:
+    """Nothing is taken apart if the change has one part only."""
+    runner, proposers = FormulaRunner(OfParts(), only_length_gains), [Scripted(made)] if made else []
+    _, entries = campaign(tmp_path, runner, Question("t", Budget(runs=runs)), proposers)
+    arms = [len(e.content["study"]["arms"]) - 1 for e in entries if e.kind == "ablation"]
+    assert sum(arms[:1]) == parts
+
+
+@pytest.mark.parametrize("behind", [0, 1, 2])
+def test_killed_while_it_takes_apart(tmp_path: Path, behind: int) -> None:
+    """At the list of the parts, at the plan, and at the result."""
+    question, quiet, stormy = Question("t", Budget(runs=150.0)), tmp_path / "quiet", tmp_path / "stormy"
+
+    def runner(folder: Path) -> FormulaRunner:
+        (folder / "launches").mkdir(parents=True, exist_ok=True)
+        commits = OfParts()
+        whole = commits.commit(commits.first, BUNDLE)
+        for part in BUNDLE.changes:  # a repository keeps its commits
+            commits.without(commits.first, whole, part)
+        return FormulaRunner(commits, only_length_gains, folder=folder / "launches")
+
+    _, undisturbed = campaign(quiet, runner(quiet), question, [Scripted(BUNDLE)])
+    number = next(e.number for e in undisturbed if e.kind == "parts") + behind
+
+    def run_until_killed() -> None:
+        used = runner(stormy)
+        with Doomed(stormy, now=lambda: 0.0) as notebook:
+            notebook.number = number
+            proposers = [Scripted(BUNDLE), Strategist()]
+            Campaign(question, notebook, used.commits, used, proposers, FakeClock()).run()
+
+    killed(run_until_killed)
+    _, entries = campaign(stormy, runner(stormy), question, [Scripted(BUNDLE)])
+    assert [(e.kind, e.key) for e in entries] == [(e.kind, e.key) for e in undisturbed]
+    places = [sorted(path.name for path in (folder / "launches").iterdir()) for folder in (quiet, stormy)]
+    assert places[0] == places[1]

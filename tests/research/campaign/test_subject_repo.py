@@ -112,6 +112,25 @@ def test_a_patch_may_change_several_files(repo: SubjectRepo) -> None:
     assert (files["pay.py"], files["words.py"]) == (JUDGE, "PROMPT = 'Say it.'\n")
 
 
+def test_a_change_without_one_of_its_parts(repo: SubjectRepo) -> None:
+    """A setting, another key, a changed file and a new one. A part that others need cannot be left out."""
+    before = repo.files(repo.first)["subject.toml"]
+    text = patch_of("pay.py", "", JUDGE) + patch_of("words.py", WORDS, "PROMPT = 'Say it.'\n")
+    text += patch_of("subject.toml", before, before.replace('reward = ""', 'reward = "pay.py:score"'))
+    made = Intervention("all", "reward", {"job.optimizer.lr": 1e-3, "job.temperature": 0.5}, text)
+    whole = repo.commit(repo.first, made)
+    parts = repo.parts(repo.first, whole)
+    assert parts == ["job.optimizer.lr", "job.temperature", "pay.py", "reward", "words.py"]
+    for part in {*parts} - {"pay.py"}:
+        one = repo.without(repo.first, whole, part)
+        assert repo.parts(one, whole) == [part] and repo.parts(repo.first, one) == [p for p in parts if p != part]
+    assert repo.subject(repo.without(repo.first, whole, "job.temperature")).settings == {
+        **repo.subject(repo.first).settings,
+        "job.optimizer.lr": 1e-3,
+    }
+    assert "pay.py" not in repo.files(repo.without(repo.first, whole, "pay.py"))
+
+
 def test_equal_episodes_shorten_the_run_of_a_larger_batch(repo: SubjectRepo) -> None:
     larger = Intervention("groups of 8", "settings", changes={"job.group_size": 8})
     assert repo.subject(repo.first).steps == 12

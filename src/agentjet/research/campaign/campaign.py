@@ -18,6 +18,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib.resources import files as package_files
@@ -49,7 +50,7 @@ from agentjet.research.campaign.strategist import (
     signs,
 )
 from agentjet.research.campaign.subject_repo import SubjectRepo
-from agentjet.research.diagnosis import toml_of
+from agentjet.research.diagnosis import FAILED, PLAYS, toml_of
 from agentjet.research.journal import JournalEntry, Notebook, copied, stored, write_whole
 from agentjet.research.models import (
     MEASURED,
@@ -87,6 +88,8 @@ DEPTH = 3
 ROUNDS = 12
 FAILURES = 2
 """Rounds after which an intervention that did not gain is not tried again."""
+APART = 1 / 3
+"""Share of what is left that may be spent to take a confirmed change apart."""
 LONGEST_TEXT = 2_000
 """Maximum characters that are stored of an answer or of a refused proposal."""
 OFFLINE = (
@@ -226,7 +229,8 @@ class Campaign:
     def _learned(self, key: str, because: Sequence[int], learn: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The content of the entry about a study, which is conducted if the notebook lacks it. Spends its costs."""
         known = self.notebook.known(key)
-        content: dict[str, Any] = (known or self.runs.note("learned", learn(), key, because)).content
+        kind = key.partition(" ")[0]
+        content: dict[str, Any] = (known or self.runs.note(kind, learn(), key, because)).content
         if known and (probed := content.get("probed")):
             self.runs.probes += probed["number"]
             self.runs.spend(probed["runs"], probed["hours"])
@@ -258,6 +262,8 @@ class Campaign:
             if self._confirm(number, position, found):
                 for other in screened:
                     self._count_failure(other.candidate, other.gain < 0)
+                with suppress(Ending):  # the next round ends the campaign, from the new base
+                    self._take_apart(number, position, found)
                 return Position(found.seen, found.seen)
         for found in screened:
             self._count_failure(found.candidate)
@@ -392,41 +398,85 @@ class Campaign:
     def _confirm(self, number: int, position: Position, found: Screened) -> bool:
         """Conducts a study of the candidate against the base. True if it is supported."""
         self._check_budget(0)
-        self.studies += 1
-        name = found.candidate.intervention.name
-        study = self._study(number, position, found)
-        content = {"study": study.to_json(), "name": name, "commit": found.candidate.commit}
+        made, commits = found.candidate.intervention, (position.base.commit, found.candidate.commit)
+        claim = Hypothesis(
+            f"{made.name}: {made.predicts}".removesuffix(": ")[:300], "changed", "base", sign="+", why=made.why[:300]
+        )
+        study = self._study(number, made.name, dict(zip(("base", "changed"), commits, strict=True)), [claim])
         because = [found.candidate.entry, found.seen.entry, position.base.entry]
-        entry, key = self.runs.note("study", content, f"study {study.id}", because), f"learned {study.id}"
-        learned = self._learned(key, [entry.number], lambda: self._compared(study, found.candidate.intervention))
-        for arm in study.arms:
-            self.scores.setdefault(arm.code, []).append(learned["outcomes"][arm.name])
+        plan = {"study": study.to_json(), "name": made.name, "commit": found.candidate.commit}
+        entry = self.runs.note("study", plan, f"study {study.id}", because)
+        learned = self._learned(f"learned {study.id}", [entry.number], lambda: self._compared(study, made))
+        self._remember(study, learned)
         accepted: bool = learned["accepted"]
         if accepted:
-            follow = {"base": found.candidate.commit, "reason": f"{name} is confirmed; the next changes build on it"}
+            reason = f"{made.name} is confirmed; the next changes build on it"
+            follow = {"base": found.candidate.commit, "reason": reason}
             self.runs.note("followed", follow, f"followed {study.id}", [entry.number])
         else:
-            self.failures[name] = FAILURES
+            self.failures[made.name] = FAILURES
         return accepted
 
-    def _study(self, number: int, position: Position, found: Screened) -> Study:
-        made = found.candidate.intervention
-        budget = min(self.runs.left(), 2.0 * self.question.looks[-1])
-        commits = {"base": position.base.commit, "changed": found.candidate.commit}
+    def _remember(self, study: Study, learned: Mapping[str, Any]) -> None:
+        for arm in study.arms:
+            self.scores.setdefault(arm.code, []).append(learned["outcomes"][arm.name])
+
+    def _take_apart(self, number: int, position: Position, found: Screened) -> None:
+        """Compares the confirmed change with itself less one part, for as many parts as a share of what is left pays
+        for. Changes nothing else: the base stays the whole.
+        """
+        base, whole, name = position.base.commit, found.candidate.commit, found.candidate.intervention.name
+        known = self.notebook.known(f"parts of {whole}")
+        if known is None:
+            arms, inseparable = {}, {}
+            for part in self.runs.patiently(partial(self.repo.parts, base, whole)):
+                try:
+                    arms[part] = self.runs.patiently(partial(self.repo.without, base, whole, part))
+                except Refused as refusal:
+                    inseparable[part] = as_text(str(refusal))
+            content = {"name": name, "commit": whole, "arms": arms, "inseparable": inseparable}
+            known = self.runs.note("parts", content, f"parts of {whole}", [found.candidate.entry])
+        most = max(0, int(APART * self.runs.left() / self.question.looks[0]) - 1)
+        commits = dict(list(known.content["arms"].items())[:most])
+        if not commits or len(known.content["arms"]) + len(known.content["inseparable"]) < 2:
+            return
+        if self.question.equal in MEASURED:  # their lengths
+            self.runs.observe([*commits.values()], seed_of(self.question, 0), "a part", [known.number], SHORT)
+        claims = [Hypothesis(f"{name} needs {part}"[:300], "whole", f"without {part}", sign="+") for part in commits]
+        arms = {"whole": whole, **{f"without {part}": commit for part, commit in commits.items()}}
+        study = self._study(number, f"the parts of {name}", arms, claims, APART)
+        plan = {"study": study.to_json(), "name": name, "commit": whole}
+        entry = self.runs.note("ablation", plan, f"study {study.id}", [known.number])
+
+        def learn() -> dict[str, Any]:
+            findings, content = self._conduct(study, {arm.name: arm.code for arm in study.arms})
+            ends = dict(zip(commits, findings, strict=True))
+            said = "; ".join(f"{part} {OF_PART[each.verdict]}" for part, each in ends.items())
+            of_parts = {part: each.to_json() for part, each in ends.items()}
+            return {"name": name, "findings": of_parts, "meaning": f"of the parts of {name}: {said}", **content}
+
+        self._remember(study, self._learned(f"ablated {study.id}", [entry.number], learn))
+
+    def _study(
+        self, number: int, title: str, commits: Mapping[str, str], claims: Sequence[Hypothesis], share: float = 1.0
+    ) -> Study:
+        """The next study of the campaign. `share` is that of what is left which it may spend."""
+        self.studies += 1
+        budget = min(share * self.runs.left(), 1.0 * len(commits) * self.question.looks[-1])
         arms = tuple(Arm(name, self.runs.setting(commit), code=commit) for name, commit in commits.items())
         return Study(
-            f"{self.question.topic}: {made.name}",
+            f"{self.question.topic}: {title}",
             self.question.metric,
             self.question.sesoi,
             arms,
-            (Hypothesis(f"{made.name}: {made.predicts}"[:300], "changed", "base", sign="+", why=made.why[:300]),),
+            tuple(claims),
             budget=round(budget, 6),
             reserve=0.0,
             alpha=self.question.alpha_of(self.studies),
             looks=self.question.looks,
             evaluator=self.question.evaluator,
             seed=seed_of(self.question, number),
-            spread=spread_of(self.scores.get(position.base.commit, ())),
+            spread=spread_of(self.scores.get(arms[0].code, ())),
         )
 
     def _compared(self, study: Study, made: Intervention) -> dict[str, Any]:
@@ -443,7 +493,9 @@ class Campaign:
     def _conduct(
         self, study: Study, commits: Mapping[str, str], file: Path | None = None
     ) -> tuple[list[Finding], dict[str, Any]]:
-        """The findings, and what the runs of the study add up to. The log of the study is written to the `file`."""
+        """The findings, and what the runs of the study add up to. The log of the study is written to the `file`, or is
+        in the content.
+        """
         begun, before, number = self.runs.working_time(), dict(self.runs.spent), self.runs.probes
 
         def act() -> tuple[list[Finding], TrialLauncher]:
@@ -454,17 +506,11 @@ class Campaign:
         assert isinstance(launcher.runner, StudyRuns)
         view = StudyView(launcher.log)
         probed = {name: self.runs.spent[name] - before[name] for name in before}
-        drawn: dict[str, list[tuple[float, ...]]] = {arm.name: [] for arm in study.arms}
-        for trial in launcher.log.trials.values():
-            ended = launcher.log.outcomes.get(trial.id, ())
-            drawn[trial.arm] += [each.curve for each in ended if each.score is not None and each.curve]
-        starts = {arm: [curve[0] for curve in every] for arm, every in drawn.items()}
+        starts = {arm.name: [curve[0] for curve in view.curves(arm.name)] for arm in study.arms}
         signals = [outcome.signals for of_trial in launcher.log.outcomes.values() for outcome in of_trial]
         return findings, {
             "starts": starts,
-            "last_rises": {
-                arm: [curve[-1] - curve[-2] for curve in every if len(curve) > 2] for arm, every in drawn.items()
-            },
+            **({} if file else {"log": [[entry.kind, kept(entry)] for entry in launcher.log.entries]}),
             "outcomes": {arm.name: view.scores(arm.name) for arm in study.arms},
             "spent": launcher.spending.total + launcher.runner.repeated,
             "hours": (self.runs.working_time() - begun) / 3600 - probed["hours"],
@@ -653,6 +699,23 @@ def spread_of(studies: Sequence[Sequence[float]]) -> float:
     return round(math.sqrt(total / degrees), 9) if degrees else 0.0
 
 
+KEPT_SIGNALS = (PLAYS, FAILED)
+
+
+def kept(entry: JournalEntry) -> Any:
+    """An entry of a study's log for the notebook: without what a report does not print."""
+    if entry.kind != "outcome":
+        return entry.content
+    signals = {name: values for name, values in entry.content["signals"].items() if name in KEPT_SIGNALS}
+    return {**entry.content, "signals": signals, "settings": {}, "transcripts": [], "by_task": {}}
+
+
+OF_PART: Mapping[str, str] = {
+    "supported": "is needed",
+    "refuted": "does harm: without it the score is higher",
+    "practically_equivalent": "makes no difference that matters",
+    "inconclusive": "is undecided",
+}
 OWN = 0.5
 """Share of a difference that, if it exists at step 0, makes it one of the change itself."""
 

@@ -1,5 +1,5 @@
-"""The report of a campaign as a short paper: its facts, from the notebook and a note of people. `research.report`
-prints them.
+"""The facts of a campaign's report, from its notebook and a note of people. Its studies have the facts of
+`research.report`, which prints both kinds of reports.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from agentjet.errors import ConfigError
+from agentjet.research import report
 from agentjet.research.campaign.campaign import PROMISING
 from agentjet.research.campaign.runs import amount
 from agentjet.research.campaign.strategist import WORTH
-from agentjet.research.journal import NOTEBOOK, JournalEntry, Notebook, described, proposer_of
-from agentjet.research.models import Trial, shortened
-from agentjet.research.report import SIMULATED, curves, effects, files_of, number, write_files
-from agentjet.research.scheduler import DIRECTIONAL
-from agentjet.research.statistics import welch
+from agentjet.research.journal import NOTEBOOK, JournalEntry, Notebook, StudyLog, described, proposer_of
+from agentjet.research.models import Outcome, Study, Trial, refuse, shortened
+from agentjet.research.report import Facts, Launched, StudyView, number, trial_facts
 
 KNOWN_AS = {
     "llm": "a language model or the record of one (llm)",
@@ -47,12 +46,16 @@ def build(folder: Path) -> list[Path]:
     """
     with Notebook(folder, writer=False) as notebook:
         facts = gather(notebook)
-    drawings = {
-        "effects": effects([{**one, "claim": one["name"]} for one in facts["claims"]], facts["question"]["sesoi"]),
-        "curves": curves(facts["curves"], facts["evaluation_steps"]),
-    }
-    files = files_of("campaign.md.jinja", facts, drawings)
-    page = write_files({**files, "report.html": with_links(files["report.html"], facts["steps"])}, folder)
+    claims = [
+        {**found, "claim": one["name"] if one["is_whole"] else found["claim"]}
+        for one in facts["studies"]
+        for found in one["findings"]
+    ]
+    drawings = {"effects": report.effects(claims, facts["question"]["sesoi"])}
+    for place, one in enumerate(facts["studies"], 1):
+        drawings[f"curves{place}"] = report.curves_of(one, facts["evaluation_steps"])
+    files = report.files_of("campaign.md.jinja", facts, drawings)
+    page = report.write_files({**files, "report.html": with_links(files["report.html"], facts["steps"])}, folder)
     return [page.with_suffix(".md"), page]
 
 
@@ -68,59 +71,67 @@ def with_links(page: str, steps: Sequence[Mapping[str, Any]]) -> str:
     return REFERENCE.sub(linked, ROW.sub(r'<tr id="entry-\1">\n<td>\1</td>', page))
 
 
-def gather(notebook: Notebook) -> dict[str, Any]:
+def gather(notebook: Notebook) -> Facts:
     """Every fact of the report, each from an entry. Raises `ConfigError` if nothing was observed."""
     started, ended = notebook.known("started"), notebook.known("ended")
     reason = ended.content["reason"] if ended else ""
     observed = [entry for entry in notebook.of("observed") if entry.content["outcome"]["score"] is not None]
     if started is None or not observed:
         raise ConfigError(f"{notebook.path}: nothing was observed yet: {reason or 'the campaign has just begun'}")
-    question, note = started.content["question"], notebook.path / NOTE
+    question = started.content["question"]
+    runs = [(Trial.from_json(e.content["trial"]), Outcome.from_json(e.content["outcome"])) for e in observed]
     ran = {e.content["trial"]["arm"] for e in notebook.of("observed") if e.content["outcome"]["end"] != "infra_failed"}
+    names = {started.content["first"]: "as given"}
+    names |= {entry.content["commit"]: entry.content["name"] for entry in notebook.of("hypothesis")}
     untried = {entry.number for entry in notebook.of("hypothesis") if entry.content["commit"] not in ran}
-    claims = [claim(entry, notebook) for entry in notebook.of("study")]
-    accepted = [each for each in claims if each["accepted"]]
+    views = [
+        (entry, *learned_by(entry, notebook)) for entry in notebook.of("study", "ablation") if "commit" in entry.content
+    ]
+    studies = [study(*of, notebook) for of in views]
+    in_studies = [one for _, _, view in views for of_trial in view.log.outcomes.values() for one in of_trial]
+    accepted = [each for each in studies if each["accepted"]]
     base = accepted[-1]["commit"] if accepted else started.content["first"]
     whole = [entry for entry in observed if entry.content["trial"]["fidelity"] == 1.0]
     first = whole[0] if whole else observed[0]
     last = next((entry for entry in whole if entry.content["trial"]["arm"] == base), first)
-    usual = len(first.content["outcome"]["curve"])
     moments = [("Before", first), *([("After", last)] if last != first else [])]
     return {
         "topic": question["topic"],
         "question": question,
         "rules": started.content.get("rules"),
         "asks": started.content["asks"],
-        "subject": subject(first.content["outcome"]),
-        "proposers": proposers(notebook),
+        **chapters(notebook),
+        "subject": {**subject(first.content["outcome"]), "commit": started.content["first"]},
         "budget": ", ".join(f"{value:g} {name}" for name, value in question["budget"].items() if value),
-        "answer": answer(claims, first, reason, question["sesoi"]),
+        "answer": answer(studies, first, reason, question["sesoi"]),
         "promising": PROMISING * question["sesoi"],
         "worth": WORTH,
         "ended": reason,
-        "claims": claims,
+        "studies": studies,
         "accepted": [each["name"] for each in accepted],
         "base": base,
         "signs": last.content["signs"],
         "first": first.number,
         "last": last.number,
         "steps": list(filter(None, (row(entry, untried) for entry in notebook.entries))),
-        "curves": [(title, curves_of(entry, observed, usual)) for title, entry in moments],
+        "runs": [
+            {**trial_facts(Launched(f"R{n}", trial, 1, run)), "arm": names.get(trial.arm, trial.arm[:12])}
+            for n, (trial, run) in enumerate(runs, 1)
+        ],
         "evaluation_steps": evaluation_steps(first),
         "transcripts": [moment(title, entry) for title, entry in moments],
         "cost": {
             **notebook.spending(),
-            **volume(observed, notebook),
+            **volume(runs, notebook),
             "observed": len(observed),
             "hypotheses": len(notebook.of("hypothesis")),
             "untried": len(untried),
             "refused": len(notebook.of("refused")),
         },
-        "limits": [*LIMITS, *notes(notebook, first)],
-        "following": following(claims, last, notebook),
-        "level": next((each["confidence"] for each in claims if each["confidence"]), None),
-        "simulated": SIMULATED,
-        "remarks": note.read_text(encoding="utf-8").splitlines() if note.is_file() else [],
+        "record": report.record(notebook.entries, [*(run for _, run in runs), *in_studies]),
+        "limits": [*LIMITS, *limits(studies, notebook, first)],
+        "following": following(studies, last, notebook),
+        "simulated": report.SIMULATED,
         "record_kept": (notebook.path / "llm.jsonl").is_file(),
         "commits_kept": (notebook.path / "subject").is_dir(),
         "notebook": NOTEBOOK,
@@ -128,7 +139,24 @@ def gather(notebook: Notebook) -> dict[str, Any]:
     }
 
 
-def subject(run: Mapping[str, Any]) -> dict[str, Any]:
+def chapters(notebook: Notebook) -> Facts:
+    """Facts of a campaign beside its studies: notes of people, related work, and what proposers cost."""
+    started, note = notebook.known("started"), notebook.path / NOTE
+    of_file = note.read_text(encoding="utf-8").splitlines() if note.is_file() else []
+    of_notebook = [f"{step[1]} (#{e.number})" for e in notebook.of("note") if (step := described(e))]
+    content = started.content if started else {}
+    plan = (content.get("planned") or {}).get("asked", {})
+    cites = content.get("cites") or plan.get("cites", [])
+    return {
+        "remarks": [*of_file, *of_notebook],
+        "cites": [
+            {"file": c["file"], "title": c["title"] or c["file"], "why": c.get("why") or c["says"]} for c in cites
+        ],
+        "proposers": proposers(notebook, plan.get("used")),
+    }
+
+
+def subject(run: Mapping[str, Any]) -> Facts:
     """The facts of the first run about the subject and of a run's length; None or 0 if it lacks one."""
     batches, plays = ([each for each in run["signals"].get(name, ()) if each] for name in LENGTHS)
     return {
@@ -142,107 +170,96 @@ def subject(run: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-NO_RESULT = {
-    "verdict": "under way",
-    "accepted": False,
-    "meaning": "The study is under way",
-    "outcomes": {},
-    "starts": {},
-    "spent": 0.0,
-}
-NO_RESULT |= dict.fromkeys(("estimate", "low", "high", "confidence", "p_value", "reason"))
+def learned_by(fixed: JournalEntry, notebook: Notebook) -> tuple[JournalEntry | None, StudyView]:
+    """The entry with the result of a study, and the study's log. Raises `ConfigError` for an earlier version's."""
+    log = StudyLog(now=lambda: fixed.at)
+    learned = next((each for each in notebook.of("learned", "ablated") if fixed.number in each.because), None)
+    refuse(
+        learned is not None and "log" not in learned.content,
+        f"{notebook.path}: an earlier version conducted this campaign, and did not keep the runs of its studies: read "
+        "its report.md, or make the report with that version",
+    )
+    for kind, content in learned.content["log"] if learned else ():
+        log.entry(kind, content)
+    log.open_study(Study.from_json(fixed.content["study"]))
+    return learned, StudyView(log)
 
 
-def claim(entry: JournalEntry, notebook: Notebook) -> dict[str, Any]:
-    """A study with its hypothesis and its result; `learned` may be missing while it is conducted."""
-    asked = next(notebook.entries[n - 1] for n in entry.because if notebook.entries[n - 1].kind == "hypothesis").content
-    known = next((learned for learned in notebook.of("learned") if entry.number in learned.because), None)
-    learned = known.content if known else {}
-    found = {**asked, **NO_RESULT, **learned, **learned.get("finding", {})}
-    found.pop("finding", None)
+def study(fixed: JournalEntry, learned: JournalEntry | None, view: StudyView, notebook: Notebook) -> Facts:
+    """The facts of a study, those of the change that it is about, and what was learned from it."""
+    of_change = [e for e in notebook.of("hypothesis") if e.content["commit"] == fixed.content["commit"]]
+    change, found = of_change[0].content, learned.content if learned else {}
+    apart = next((e.content for e in notebook.of("parts") if e.number in fixed.because), None)
     return {
-        **found,
-        "doubts": [*parts(asked["name"], entry, notebook), *(doubts(learned, entry, notebook) if learned else ())],
-        "why": f"{sentence(asked['why'])} (#{', #'.join(map(str, asked['evidence'])) or entry.number})",
-        "patch": shortened(asked["patch"], LONGEST_PATCH),
-        "meaning": sentence(found["meaning"]),
-        "entry": (known or entry).number,
-        "fixed": entry.number,
+        **report.gather(view),
+        "name": fixed.content["name"] if apart is None else f"the parts of {fixed.content['name']}",
+        "commit": fixed.content["commit"],
+        "is_whole": apart is None,
+        "inseparable": apart["inseparable"] if apart else {},
+        "left_out": [part for part in apart["arms"] if f"without {part}" not in view.chosen] if apart else [],
+        "apart": any(e.content["commit"] == fixed.content["commit"] for e in notebook.of("ablation")),
+        "accepted": found.get("accepted", False),
+        "meaning": sentence(found.get("meaning", "The study is under way")),
+        "spent": found.get("spent", 0.0),
+        "why": f"{sentence(change['why'])} (#{', #'.join(map(str, change['evidence'])) or fixed.number})",
+        **{name: change[name] for name in ("predicts", "refutes", "changes")},
+        "patch": shortened(change["patch"], LONGEST_PATCH),
+        "entry": (learned or fixed).number,
+        "fixed": fixed.number,
     }
 
 
-def parts(name: str, study: JournalEntry, notebook: Notebook) -> list[str]:
-    """A sentence about the parts of a combined change; none for a single change."""
-    base = study.content["study"]["arms"][0]["code"]
-    alone: dict[str, list[str]] = {part: [] for part in name.split(" + ")}
-    for entry in notebook.of("screened"):
-        for each in entry.content["full"] if entry.content["base"]["commit"] == base else ():
-            alone.get(each["name"], []).append(f"{each['gain']:+.3g} in a full run (#{entry.number})")
-    gains = "; ".join(f"{quoted(part)} {', '.join(found) or 'was not run in full'}" for part, found in alone.items())
-    return [f"The parts were studied together only. Alone, with one seed: {gains}."] if len(alone) > 1 else []
+def model_card(facts: Facts, run: Mapping[str, Any]) -> str:
+    """The README of an exported policy: that of the last confirmed study's newest run."""
+    one = next(each for each in reversed(facts["studies"]) if each["accepted"])
+    return report.markdown("card.md.jinja", {**facts, "one": one, "run": run, "arm": one["arms"][1]})
 
 
-def doubts(learned: Mapping[str, Any], study: JournalEntry, notebook: Notebook) -> list[str]:
-    """Sentences about an early verdict, an interval beyond the range of the scores, runs that have not converged, and
-    arms without spread.
-    """
-    finding, outcomes, looks = learned["finding"], learned["outcomes"], study.content["study"]["looks"]
-    found = []
-    if finding["verdict"] in DIRECTIONAL and finding["seeds"] in looks[:-1]:
-        look = f"The verdict came at look {looks.index(finding['seeds']) + 1} of {len(looks)}."
-        found.append(f"{look} A study that stops early overstates a difference on average.")
-    seen = [entry.content["outcome"]["score"] for entry in notebook.of("observed")]
-    scores = [score for score in (*seen, *outcomes["base"], *outcomes["changed"]) if score is not None]
-    if finding["estimate"] is not None and 0 <= min(scores) <= max(scores) <= 1:
-        before = math.fsum(outcomes["base"]) / len(outcomes["base"])
-        if not -before <= finding["low"] <= finding["high"] <= 1 - before:
-            found.append(
-                f"All scores are from 0 to 1. If the judge pays nothing beyond, a base of {number(before)} leaves room "
-                f"for a difference of {0 - before:+.3g} to {1 - before:+.3g}. The interval reaches beyond, because "
-                "Welch's t does not know limits of scores."
-            )
-    for arm, rises in learned.get("last_rises", {}).items():
-        has_room = 1 - math.fsum(outcomes[arm]) / max(1, len(outcomes[arm])) > study.content["study"]["sesoi"]
-        if len(rises) > 1 and has_room and (low := welch(rises, [0.0] * len(rises)).interval(0.05)[0]) > 0:
-            found.append(
-                f"The score of {arm} still rose between the last two evaluations: by {mean(rises)} (at 95 %, "
-                f"{number(low)} or more). So its runs have not converged, and longer ones may end otherwise."
-            )
-    if flat := [arm for arm, values in outcomes.items() if values and min(values) == max(values)]:
-        found.append(f"All seeds of {' and '.join(flat)} scored the same. Welch's t assumes about normal scores.")
-    return found
-
-
-def answer(claims: Sequence[Mapping[str, Any]], first: JournalEntry, reason: str, sesoi: float) -> tuple[str, str]:
+def answer(studies: Sequence[Facts], first: JournalEntry, reason: str, sesoi: float) -> tuple[str, str]:
     """Two sentences: what raised the score, and what stays open. `reason` is that of the end; empty before it."""
-    accepted, score = [each for each in claims if each["accepted"]], first.content["outcome"]["score"]
+    accepted, score = [each for each in studies if each["accepted"]], first.content["outcome"]["score"]
     if accepted:
         before, after = accepted[0], accepted[-1]
         found = (
-            f"The mean score rises from {mean(before['outcomes']['base'])} (#{before['entry']}) to "
-            f"{mean(after['outcomes']['changed'])} (#{after['entry']}) with "
+            f"The mean score rises from {number(before['arms'][0]['mean'])} (#{before['entry']}) to "
+            f"{number(after['arms'][1]['mean'])} (#{after['entry']}) with "
             f"{' and '.join(quoted(each['name']) for each in accepted)}, confirmed with fresh seeds."
         )
     elif not reason:
         found = f"No change is confirmed yet; the score is {number(score)} (#{first.number})."
     else:
         found = f"No change is confirmed to raise the score of {number(score)} (#{first.number}) by {sesoi:g} or more."
-    undecided = [quoted(each["name"]) for each in claims if each["verdict"] == "inconclusive"]
+    undecided = [quoted(each["name"]) for each in open_studies(studies)]
     rest = f"The campaign ended because: {reason}." if reason else "The campaign is not finished."
     return found, f"Open: {' and '.join(undecided)}." if undecided else rest
 
 
-def proposers(notebook: Notebook) -> dict[str, list[str | None]]:
-    """By proposer, for each request the error if it did not answer, else None."""
-    asked: dict[str, list[str | None]] = {}
+def open_studies(studies: Sequence[Facts]) -> list[Facts]:
+    return [each for each in studies if each["is_whole"] and each["findings"][0]["verdict"] == "inconclusive"]
+
+
+def proposers(notebook: Notebook, used: Mapping[str, float] | None) -> list[Facts]:
+    """By proposer, requests, answered ones, the first error, and what they cost. `used` is the cost of planning."""
+    asked: dict[str, list[dict[str, Any]]] = {"The plan of the topic": [{**used, "used": used}]} if used else {}
     for entry in notebook.of("intent"):
         if "proposals" in entry.content:
             name = proposer_of(entry)
-            asked.setdefault(sentence(KNOWN_AS.get(name, name)), []).append(entry.content.get("away"))
-    return asked
+            asked.setdefault(sentence(KNOWN_AS.get(name, name)), []).append(entry.content)
+    return [
+        {
+            "name": name,
+            "requests": len(contents),
+            "answered": sum("away" not in one for one in contents),
+            "error": next((one["away"] for one in contents if "away" in one), ""),
+            "seconds": 3600 * math.fsum(one.get("hours", 0.0) for one in contents),
+            "tokens": sum(one.get("used", {}).get(side, 0) for one in contents for side in ("read", "written")) or None,
+            "price": math.fsum(one.get("used", {}).get("price", 0.0) for one in contents) or None,
+        }
+        for name, contents in asked.items()
+    ]
 
 
-def row(entry: JournalEntry, untried: set[int]) -> dict[str, Any] | None:
+def row(entry: JournalEntry, untried: set[int]) -> Facts | None:
     """A line of the table of steps; None for entries that need none, such as short runs."""
     step, content = described(entry), entry.content
     if step is None:
@@ -253,21 +270,6 @@ def row(entry: JournalEntry, untried: set[int]) -> dict[str, Any] | None:
     return {"entry": entry.number, "what": what, "result": step[1][:1000]}
 
 
-def curves_of(of: JournalEntry, observed: Sequence[JournalEntry], usual: int) -> list[list[float]]:
-    """The curves of all full observations of a commit, with `usual` scores each. A run that continued a short one was
-    also scored where that ended, and other runs were not.
-    """
-    commit = of.content["trial"]["arm"]
-    runs = [each.content for each in observed if each.content["trial"]["arm"] == commit]
-    seeds = [(run["trial"]["seed"], run["trial"]["fidelity"], run["outcome"]["curve"]) for run in runs]
-    ends = {seed: len(curve) - 1 for seed, share, curve in seeds if share < 1}
-    return [
-        [score for place, score in enumerate(curve) if len(curve) == usual or place != ends[seed]]
-        for seed, share, curve in seeds
-        if share == 1 and (len(curve) == usual or seed in ends)
-    ]
-
-
 def evaluation_steps(entry: JournalEntry) -> list[int]:
     """The steps of a run's evaluations; empty if its length is unknown."""
     run = entry.content["outcome"]
@@ -275,21 +277,17 @@ def evaluation_steps(entry: JournalEntry) -> list[int]:
     return [round(steps * place / last) for place in range(last + 1)] if steps and last > 0 else []
 
 
-def volume(observed: Sequence[JournalEntry], notebook: Notebook) -> dict[str, float | None]:
-    """Training episodes and sampled tokens of all runs; None for a notebook whose studies lack them. A longer run
-    continues the shorter one of its name.
-    """
-    runs = {Trial.from_json(e.content["trial"]).run: e.content["outcome"]["signals"] for e in observed}
-    learned = [entry.content for entry in notebook.of("learned")]
+def volume(observed: Sequence[tuple[Trial, Outcome]], notebook: Notebook) -> dict[str, float]:
+    """Training episodes and sampled tokens of all runs. A longer run continues the shorter one of its name."""
+    runs = {trial.run: run.signals for trial, run in observed}
+    learned = [entry.content for entry in notebook.of("learned", "ablated")]
     return {
         name: math.fsum([amount(runs.values(), name), *(each[name] for each in learned)])
-        if all(name in each for each in learned)
-        else None
         for name in ("episodes", "tokens")
     }
 
 
-def moment(title: str, entry: JournalEntry) -> dict[str, Any]:
+def moment(title: str, entry: JournalEntry) -> Facts:
     said = [
         {name: transcript[name] for name in ("place", "reward", "judged")}
         | {"text": "\n".join(f"{each.get('role', '?')}: {each.get('content')}" for each in transcript["messages"])}
@@ -298,17 +296,16 @@ def moment(title: str, entry: JournalEntry) -> dict[str, Any]:
     return {"title": title, "entry": entry.number, "said": said}
 
 
-def following(claims: Sequence[Mapping[str, Any]], last: JournalEntry, notebook: Notebook) -> list[str]:
+def following(studies: Sequence[Facts], last: JournalEntry, notebook: Notebook) -> list[str]:
     """Questions for a next campaign."""
     undecided = [
-        f"Does {each['name']} raise the score? {sentence(each['reason'])} (#{each['entry']})."
-        for each in claims
-        if each["verdict"] == "inconclusive"
+        f"Does {each['name']} raise the score? {sentence(each['findings'][0]['reason'])} (#{each['entry']})."
+        for each in open_studies(studies)
     ]
     left = [f"What mends this: {sign['seen']} (#{last.number})?" for sign in last.content["signs"]]
     screens = [(entry.number, each) for entry in notebook.of("screened") for each in entry.content["full"]]
     newest = {each["name"]: (number, each["gain"]) for number, each in screens}
-    studied = " + ".join(str(each["name"]) for each in claims)  # a part of what was studied is not open
+    studied = " + ".join(str(each["name"]) for each in studies)  # a part of what was studied is not open
     promising = [
         f"{sentence(name)} gained {gain:+.3g} in a full run (#{entry}), and was not studied."
         for name, (entry, gain) in newest.items()
@@ -317,11 +314,13 @@ def following(claims: Sequence[Mapping[str, Any]], last: JournalEntry, notebook:
     return [*undecided, *left, *promising]
 
 
-def notes(notebook: Notebook, first: JournalEntry) -> list[str]:
-    """Further limits, from the notebook."""
-    found = [f"{sentence(limit)} (#1)." for limit in notebook.entries[0].content.get("limits", ())]
+def limits(studies: Sequence[Facts], notebook: Notebook, first: JournalEntry) -> list[str]:
+    """Further limits, of the studies and from the notebook."""
+    found = [*dict.fromkeys(limit for one in studies for limit in one["limitations"])]
+    found += [f"{sentence(limit)} (#1)." for limit in notebook.entries[0].content.get("limits", ())]
     found += [f"{sentence(edited.content['meaning'])} (#{edited.number})." for edited in notebook.of("edited")]
-    machines = {entry.content["outcome"].get("machine", "") for entry in notebook.of("observed")} - {""}
+    made = [entry.content["outcome"].get("machine", {}).get("hardware", "") for entry in notebook.of("observed")]
+    machines = {*made} - {""}
     if len(machines) > 1:
         found.append(
             f"Runs were made on machines whose numbers are rounded differently: {'; '.join(sorted(machines))}."
@@ -329,10 +328,6 @@ def notes(notebook: Notebook, first: JournalEntry) -> list[str]:
     if shared := first.content["outcome"]["facts"].get("tasks_shared"):
         found.append(f"{shared:g} held-out tasks are also trained on, so scores are too high (#{first.number}).")
     return found
-
-
-def mean(values: Sequence[float]) -> str:
-    return number(math.fsum(values) / len(values) if values else None)
 
 
 def quoted(name: object) -> str:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -33,7 +34,7 @@ from tempfile import TemporaryDirectory
 from types import MappingProxyType
 from typing import Any
 
-from agentjet.client.agent_source import file_and_function, hash_of
+from agentjet.client.agent_source import file_and_function, hash_of, one_line
 from agentjet.config.loader import leaves, parse_config
 from agentjet.errors import ConfigError
 from agentjet.research import arm_process
@@ -155,6 +156,49 @@ def number(settings: Setting, name: str, default: float) -> float:
     return value if isinstance(value, int | float) else default
 
 
+def keys_of(given: Subject) -> dict[str, Any]:
+    """What arms may change in subject.toml: settings by their dotted names, and other keys."""
+    return {**given.settings, **{key: getattr(given, key) for key in ARM_KEYS - {"settings"}}}
+
+
+TABLE = re.compile(r"\s*\[([^\[\]]+)\]")
+ENTRY = re.compile(r"""(\s*([\w.'" -]+?)\s*=\s*)(.*?)(\s+#[^'"]*)?$""")
+
+
+def respelled(text: str, before: Subject, after: Subject) -> str:
+    """The user's subject.toml with the values that differ between two subjects. Other lines stay, if each of these
+    values has a line.
+    """
+    old, new = keys_of(before), keys_of(after)
+    for name in sorted(name for name in {*old, *new} if old.get(name) != new.get(name)):
+        text = with_value(text, name if name in ARM_KEYS else f"settings.{name}", new.get(name))
+    try:
+        given = parse_subject(text, SUBJECT)
+    except ConfigError:
+        return flat_toml(after)
+    return text if keys_of(given) == new else flat_toml(replace(after, model=given.model, readable=given.readable))
+
+
+def with_value(text: str, name: str, value: Any) -> str:
+    """A TOML file with a value under a dotted name; without that line for None."""
+    lines, table, tables = text.splitlines(), "", {"": 0}
+    for place, line in enumerate(lines):
+        if header := TABLE.match(line):
+            table = re.sub(r"""[\s'"]""", "", header[1]) + "."
+            tables[table] = place + 1
+        elif (entry := ENTRY.match(line)) and table + re.sub(r"""[\s'"]""", "", entry[2]) == name:
+            lines[place : place + 1] = [] if value is None else [f"{entry[1]}{json.dumps(value)}{entry[4] or ''}"]
+            return "\n".join(lines) + "\n"
+    outer, _, key = name.partition(".")
+    if not key:
+        lines.insert(0, f"{outer} = {json.dumps(value)}")
+    elif f"{outer}." in tables:
+        lines.insert(tables[f"{outer}."], f'"{key}" = {json.dumps(value)}')
+    else:
+        lines += ["", f"[{outer}]", f'"{key}" = {json.dumps(value)}']
+    return "\n".join(lines) + "\n"
+
+
 def flat_toml(given: Subject) -> str:
     """subject.toml in one spelling per content: a key a line, and the settings by their dotted names."""
     lines = [f"{key} = {json.dumps(getattr(given, key))}" for key in KEYS if key != "settings"]
@@ -199,7 +243,9 @@ class SubjectRepo:
         source = json.loads((self.folder / "source.json").read_text(encoding="utf-8"))
         self.first: str = source["first"]
         """The commit of the subject as the user gave it."""
-        self._user_folder = Path(source["folder"])
+        self.user_folder = Path(source["folder"])
+        self._given: str = source.get("subject", SUBJECT)
+        """Name of the user's file."""
         self._files: Mapping[str, str] = source["files"]
         self._subjects: dict[str, Subject] = {}
 
@@ -225,6 +271,7 @@ class SubjectRepo:
             git(folder / "subject", "commit", "--quiet", "--allow-empty", "--message", "the subject as given")
             source = {
                 "folder": str(subject.parent.absolute()),
+                "subject": subject.name,
                 "first": git(folder / "subject", "rev-parse", "HEAD").decode().strip(),
                 "files": {
                     name: hash_of({name: content}) for name, content in sorted(contents.items()) if name != SUBJECT
@@ -255,25 +302,79 @@ class SubjectRepo:
         """Returns the commit of a change on top of `base`. `keys` are those of subject.toml that a person gave other
         values. Raises `Refused`.
         """
+
+        def change(index: str) -> None:
+            if patch:
+                self._apply(patch, index)
+            if changes or keys:
+                given = parse_subject(self._git("show", f":{SUBJECT}", index=index), SUBJECT)
+                named: dict[str, Any] = {**keys, "settings": {**given.settings, **changes}}
+                self._write(replace(given, **named), index)
+
+        return self._changed_commit(base, name, change, loads=bool(patch or keys), keys=keys.keys())
+
+    def _changed_commit(
+        self, base: str, name: str, change: Callable[[str], None], *, loads: bool, keys: Set[str] = frozenset()
+    ) -> str:
+        """The commit of a change of the index of `base`. `loads`: try if its code can be loaded. Raises `Refused`."""
         try:
             with TemporaryDirectory(dir=self.folder) as scratch:
                 index = f"{scratch}/index"
                 self._git("read-tree", base, index=index)
-                if patch:
-                    self._apply(patch, index)
-                if changes or keys:
-                    self._change_subject(changes, keys, index)
+                change(index)
                 tree = self._git("write-tree", index=index).strip()
-            self._check_changes(base, tree, ARM_KEYS | keys.keys())
+            self._check_changes(base, tree, ARM_KEYS | keys)
         except ConfigError as error:
             raise Refused(str(error)) from None
         commit = self._git("commit-tree", tree, "-p", base, "-m", name).strip()
         accepted = f"refs/arms/{commit}"
         if not self._git("for-each-ref", accepted):
-            if patch or keys:
+            if loads:
                 self._loaded(commit)
             self._git("update-ref", accepted, commit)
         return commit
+
+    def patch_of(self, commit: str) -> str:
+        """What a commit changes in the user's folder, whose subject.toml keeps its spelling."""
+        text = (self.folder / "judge" / self._given).read_text(encoding="utf-8")
+        first, after = self.described(self.first), self.described(commit)
+        trees = []
+        for of, shown in ((self.first, text), (commit, respelled(text, first, after))):
+            with TemporaryDirectory(dir=self.folder) as scratch:
+                index = f"{scratch}/index"
+                self._git("read-tree", of, index=index)
+                self._git("update-index", "--force-remove", SUBJECT, index=index)
+                self._add(self._given, shown, index)
+                trees.append(self._git("write-tree", index=index).strip())
+        return self._git("diff", "--binary", "--full-index", *trees)
+
+    def parts(self, base: str, whole: str) -> list[str]:
+        """Names of what differs between two commits: settings and keys of subject.toml, and other files."""
+        before, after = ({**self._files_of(commit), **self._keys(commit)} for commit in (base, whole))
+        changed = {name for name in {*before, *after} if before.get(name) != after.get(name)}
+        return sorted(changed - {SUBJECT})
+
+    def without(self, base: str, whole: str, part: str) -> str:
+        """The commit of `whole` with one of its `parts` as in `base`. Raises `Refused` if it does not load."""
+        given, first = self.described(whole), self.described(base)
+
+        def change(index: str) -> None:
+            if part in ARM_KEYS:
+                self._write(replace(given, **{part: getattr(first, part)}), index)
+            elif part in given.settings or part in first.settings:
+                kept = {name: value for name, value in given.settings.items() if name != part}
+                before = {part: first.settings[part]} if part in first.settings else {}
+                self._write(replace(given, settings={**kept, **before}), index)
+            elif known := self._git("ls-tree", base, "--", part).split():
+                self._git("update-index", "--add", "--cacheinfo", f"{known[0]},{known[2]},{part}", index=index)
+            else:
+                self._git("update-index", "--force-remove", part, index=index)
+
+        return self._changed_commit(whole, f"without {part}", change, loads=True)
+
+    def _keys(self, commit: str) -> dict[str, Any]:
+        """What arms may change in subject.toml: settings by their dotted names, and other keys."""
+        return keys_of(self.described(commit))
 
     def files(self, commit: str) -> dict[str, str]:
         """Text files of a commit by path."""
@@ -345,11 +446,11 @@ class SubjectRepo:
         """Raises `ConfigError` if a file of the judge's copy changed."""
         if changed := self._changed(self.folder / "judge"):
             path = self.folder / "judge" / changed[0]
-            raise ConfigError(f"{path} was changed, and the judge is fixed: restore it from {self._user_folder}")
+            raise ConfigError(f"{path} was changed, and the judge is fixed: restore it from {self.user_folder}")
 
     def changed_outside(self) -> list[str]:
         """Files of the user's folder that differ from the campaign's copy."""
-        return self._changed(self._user_folder)
+        return self._changed(self.user_folder)
 
     def _changed(self, folder: Path) -> list[str]:
         return [
@@ -378,7 +479,7 @@ class SubjectRepo:
     def as_given(self, text: str) -> str:
         """The text with the user's names of the first commit's files and of the judge's."""
         for copy in (self.folder / "arms" / self.first, self.folder / "judge"):
-            text = text.replace(f"{copy}{os.sep}", f"{self._user_folder}{os.sep}")
+            text = text.replace(f"{copy}{os.sep}", f"{self.user_folder}{os.sep}")
         return text
 
     def _check_changes(self, base: str, tree: str, keys: Set[str]) -> None:
@@ -444,12 +545,13 @@ class SubjectRepo:
                 problem = problem or str(error)
         raise Refused(f"the patch does not apply: {problem}")
 
-    def _change_subject(self, changes: Setting, keys: Mapping[str, str], index: str) -> None:
-        given = parse_subject(self._git("show", f":{SUBJECT}", index=index), SUBJECT)
-        named: dict[str, Any] = {**keys, "settings": {**given.settings, **changes}}
-        changed = flat_toml(replace(given, **named))
-        blob = self._git("hash-object", "-w", "--stdin", text=changed).strip()
-        self._git("update-index", "--cacheinfo", f"100644,{blob},{SUBJECT}", index=index)
+    def _write(self, given: Subject, index: str) -> None:
+        """Writes subject.toml into an index."""
+        self._add(SUBJECT, flat_toml(given), index)
+
+    def _add(self, name: str, text: str, index: str) -> None:
+        blob = self._git("hash-object", "-w", "--stdin", text=text).strip()
+        self._git("update-index", "--add", "--cacheinfo", f"100644,{blob},{name}", index=index)
 
     def described(self, commit: str) -> Subject:
         """The subject.toml of a commit."""
@@ -473,11 +575,52 @@ class SubjectRepo:
         return git(self.folder / "subject", *arguments, text=text, index=index).decode("utf-8", "replace")
 
 
-def git(folder: Path, *arguments: str, text: str = "", index: str = "", codes: Container[int] = (0,)) -> bytes:
-    """Output of a git command in a folder, without the user's settings and hooks. `index` replaces the file of the
-    repository's index. Raises `ConfigError` for an exit code that is not in `codes`.
+def on_branch(patch: str, folder: Path, branch: str, message: str) -> str:
+    """Commits a patch of a folder on top of HEAD, as a new branch of its git repository, and returns the commit. The
+    working tree and the index stay. Raises `ConfigError`.
     """
-    known = {"PATH": os.environ.get("PATH", os.defpath), "HOME": str(folder), **ENVIRONMENT}
+
+    def ours(*arguments: str, index: str = "", text: str = "") -> str:
+        return git(folder, *arguments, index=index, text=text, dated=True).decode("utf-8", "replace").strip()
+
+    def holds(*arguments: str) -> bool:
+        try:
+            return bool(ours(*arguments))
+        except ConfigError:
+            return False
+
+    given = f"--branch {branch!r}"
+    refuse(
+        not holds("rev-parse", "--verify", "HEAD"), f"{folder}: its repository has no commit yet: make the first one"
+    )
+    refuse(not holds("check-ref-format", "--branch", branch), f"{given}: git takes no such name; give one like lr-fix")
+    exists = holds("rev-parse", "--verify", "--quiet", f"refs/heads/{branch}")
+    refuse(exists, f"{given}: there is such a branch in {folder}: give another name, or delete that one")
+    changed = ours("status", "--porcelain", "--untracked-files=no", "--", ".")
+    refuse(bool(changed), f"{folder} has changes without a commit ({changed.split()[-1:]}): commit or stash them first")
+    with TemporaryDirectory() as scratch:
+        index, prefix = f"{scratch}/index", ours("rev-parse", "--show-prefix")
+        ours("read-tree", "HEAD", index=index)
+        try:
+            ours("apply", "--cached", "--whitespace=nowarn", f"--directory={prefix}", "-", index=index, text=patch)
+        except ConfigError as error:
+            raise ConfigError(
+                f"{folder} is not as it was when the campaign began ({one_line(error)}): check out the commit of that "
+                "time, or apply confirmed.patch by hand"
+            ) from None
+        commit = ours("commit-tree", ours("write-tree", index=index), "-p", "HEAD", "-m", message)
+    ours("branch", branch, commit)
+    return commit
+
+
+def git(
+    folder: Path, *arguments: str, text: str = "", index: str = "", codes: Container[int] = (0,), dated: bool = False
+) -> bytes:
+    """Output of a git command in a folder, without the user's settings and hooks. `index` replaces the file of the
+    repository's index. `dated`: commits are of now. Raises `ConfigError` for an exit code that is not in `codes`.
+    """
+    fixed = {name: value for name, value in ENVIRONMENT.items() if not (dated and name.endswith("_DATE"))}
+    known = {"PATH": os.environ.get("PATH", os.defpath), "HOME": str(folder), **fixed}
     known |= {"GIT_INDEX_FILE": index} if index else {}
     try:
         done = subprocess.run(
