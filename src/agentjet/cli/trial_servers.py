@@ -300,7 +300,7 @@ class RayServerSlot:
         remove_checkpoints(run)
 
 
-UNANSWERED_SECONDS = 30.0
+UNANSWERED_SECONDS = 60.0
 """Time that a server on a node may not answer before its machine counts as lost."""
 
 
