@@ -100,6 +100,11 @@ def test_a_reading_is_a_sentence() -> None:
     assert question.reading() == ("Which is better: job.recipe.kl_coef (0, 0.01); measured: score, at equal episodes")
 
 
+def test_two_metrics_of_one_factor_are_a_trade_off() -> None:
+    question = read_topic("How do score and training time change with a turn limit of 1, 3 and 5?")
+    assert (question.form, question.metrics) == ("trade_off", ("score", "seconds"))
+
+
 def test_a_reading_has_the_levels_that_are_given() -> None:
     assert "model (a, b);" in read_topic("How does the score grow with model size?").reading({"model": ["a", "b"]})
 
