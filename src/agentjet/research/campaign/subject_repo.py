@@ -596,7 +596,7 @@ def on_branch(patch: str, folder: Path, branch: str, message: str) -> str:
     refuse(not holds("check-ref-format", "--branch", branch), f"{given}: git takes no such name; give one like lr-fix")
     exists = holds("rev-parse", "--verify", "--quiet", f"refs/heads/{branch}")
     refuse(exists, f"{given}: there is such a branch in {folder}: give another name, or delete that one")
-    changed = ours("status", "--porcelain", "--untracked-files=no", "--", ".")
+    changed = ours("--no-optional-locks", "status", "--porcelain", "--untracked-files=no", "--", ".")
     refuse(bool(changed), f"{folder} has changes without a commit ({changed.split()[-1:]}): commit or stash them first")
     with TemporaryDirectory() as scratch:
         index, prefix = f"{scratch}/index", ours("rev-parse", "--show-prefix")
