@@ -155,7 +155,7 @@ def test_the_policy_of_an_arms_newest_confirming_run_is_kept(tmp_path: Path) -> 
         for key, trial in trials.items():
             runner.launch(key, trial)
             assert runner.collect(key).score == 1.0
-    kept = kept_policy(tmp_path, TRIAL.arm)
+    kept = kept_policy(tmp_path, TRIAL.arm, TRIAL.setting)
     assert (kept / POLICY / "weights").read_text() == trials["k-2"].run
     assert json.loads((kept / "run.json").read_text())["seed"] == 8
     assert not list((tmp_path / "runs").glob(f"*/{POLICY}")) and len(list((tmp_path / "policies").iterdir())) == 1

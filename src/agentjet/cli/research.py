@@ -670,7 +670,8 @@ def apply(
         raise ConfigError(f"{folder}: an archived campaign without its subject: its changes are in report.md")
     if not facts["accepted"]:
         raise ConfigError(f"{folder}: the campaign has confirmed no change, so there is nothing to apply")
-    kept = kept_policy(folder, facts["base"])
+    arm = next(one for one in reversed(facts["studies"]) if one["accepted"])["study"]["arms"][1]
+    kept = kept_policy(folder, arm["code"], arm["changes"])
     if checkpoint is not None and not (kept / "run.json").exists():
         raise ConfigError(
             f"--checkpoint {checkpoint}: {folder} has no policy of the confirmed change, as after runs on --server, "

@@ -476,7 +476,7 @@ class SwarmRunner:
         """Keeps the policy of the newest confirming run of each arm."""
         with self._ended:
             if trial.phase == "confirm" and policy.exists():
-                kept = kept_policy(self._runs.parent, trial.arm)
+                kept = kept_policy(self._runs.parent, trial.arm, trial.setting)
                 shutil.rmtree(kept, ignore_errors=True)
                 kept.mkdir(parents=True)
                 policy.rename(kept / POLICY)
@@ -560,9 +560,9 @@ class SwarmRunner:
         return self._launches / key / "outcome.json"
 
 
-def kept_policy(folder: Path, arm: str) -> Path:
+def kept_policy(folder: Path, arm: str, setting: Setting) -> Path:
     """The folder with the policy of an arm's newest confirming run (`policy/`), and that run (`run.json`)."""
-    return folder / "policies" / hash_of(arm)
+    return folder / "policies" / hash_of([arm, dict(setting)])
 
 
 def wait_for_exit(process: subprocess.Popen[bytes]) -> int:

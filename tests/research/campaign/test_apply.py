@@ -94,7 +94,7 @@ def conducted(user: Path, folder: Path, made: Intervention | None) -> None:
         question = Question("why is it slow?", Budget(runs=20.0), **repo.rules)
         done = Campaign(question, notebook, repo, runner, proposers, FakeClock()).run()  # type: ignore[arg-type]
     if made:
-        kept = kept_policy(folder, done["base"])
+        kept = kept_policy(folder, done["base"], {})
         (kept / POLICY).mkdir(parents=True)
         (kept / POLICY / "config.json").write_text("{}")
         outcome = Outcome("t", "completed", 0.81, settings={"model.name": "smollm2-135m", "job.seed": 5})

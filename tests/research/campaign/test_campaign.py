@@ -226,18 +226,23 @@ def test_a_gain_by_a_leak_is_refused(tmp_path: Path) -> None:
     assert any("answers of other tasks" in entry.content["reason"] for entry in entries if entry.kind == "refused")
 
 
+@dataclass
+class Counting(FormulaRunner):
+    """Answers of 40 tokens use twice as much of an amount."""
+
+    signal: str = "batch/sampled_tokens"
+
+    def collect(self, key: str) -> Outcome:
+        run, trial = super().collect(key), self.launched[key]
+        each = 200.0 if self.commits.settings(trial.arm)["job.max_tokens"] == 40 else 100.0
+        steps = int(trial.setting.get("steps", 6)) if trial.fidelity == 1 else 2
+        return replace(run, signals={**run.signals, self.signal: (each,) * steps})
+
+
 @pytest.mark.parametrize(("equal", "signal"), [("tokens", "batch/sampled_tokens"), ("seconds", "time/sample")])
 def test_arms_learn_from_equal_amounts(equal: Any, signal: str, tmp_path: Path) -> None:
     """A mended answer has twice the tokens, so its full runs have half of the steps, in screens and in studies."""
-
-    class Counting(FormulaRunner):
-        def collect(self, key: str) -> Outcome:
-            run, trial = super().collect(key), self.launched[key]
-            each = 200.0 if self.commits.settings(trial.arm)["job.max_tokens"] == 40 else 100.0
-            steps = int(trial.setting.get("steps", 6)) if trial.fidelity == 1 else 2
-            return replace(run, signals={**run.signals, signal: (each,) * steps})
-
-    runner = Counting(Commits())
+    runner = Counting(Commits(), signal=signal)
     done, entries = campaign(tmp_path, runner, replace(QUESTION, equal=equal))
     assert done["accepted"] == ["longer answers"]
     study = next(entry.content["study"] for entry in entries if entry.kind == "study")
@@ -579,7 +584,7 @@ def test_a_confirmed_bundle_is_taken_apart(tmp_path: Path) -> None:
     done, entries = campaign(tmp_path, runner, question, [Scripted(BUNDLE)])
     assert done["accepted"][0] == "bundle" and done["spent"]["runs"] <= 150
     parts, plan, found = (next(e for e in entries if e.kind == kind) for kind in ("parts", "ablation", "ablated"))
-    assert parts.content["inseparable"] == {"patch": "it does not load: agent.py:3"}
+    assert parts.content["inseparable"] == {"patch": "it does not load: agent.py:3"} and not parts.content["left_out"]
     assert {part: each["verdict"] for part, each in found.content["findings"].items()} == {
         "job.max_tokens": "supported",
         "job.optimizer.lr": "practically_equivalent",
@@ -605,6 +610,18 @@ def test_as_many_parts_as_a_third_of_what_is_left_pays_for(
     _, entries = campaign(tmp_path, runner, Question("t", Budget(runs=runs)), proposers)
     arms = [len(e.content["study"]["arms"]) - 1 for e in entries if e.kind == "ablation"]
     assert sum(arms[:1]) == parts
+
+
+def test_parts_learn_from_equal_amounts(tmp_path: Path) -> None:
+    """A whole without its longer answers has all of its steps again. The last part is not paid for."""
+    runner, question = Counting(OfParts(), only_length_gains), Question("t", Budget(runs=60.0), equal="tokens")
+    done, entries = campaign(tmp_path, runner, question, [Scripted(BUNDLE)])
+    parts, plan = (next(e.content for e in entries if e.kind == kind) for kind in ("parts", "ablation"))
+    assert [arm["changes"] for arm in plan["study"]["arms"]] == [{"steps": 3}, {"steps": 6}, {"steps": 3}]
+    assert [*parts["arms"]] == ["job.max_tokens", "job.optimizer.lr"] and done["spent"]["runs"] <= 60
+    assert parts["left_out"] == ["job.temperature", "patch"]
+    markdown = build(tmp_path)[0].read_text(encoding="utf-8")
+    assert "The budget did not pay for: `job.temperature`, `patch`." in markdown
 
 
 @pytest.mark.parametrize("behind", [0, 1, 2])

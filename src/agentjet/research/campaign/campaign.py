@@ -402,7 +402,9 @@ class Campaign:
         claim = Hypothesis(
             f"{made.name}: {made.predicts}".removesuffix(": ")[:300], "changed", "base", sign="+", why=made.why[:300]
         )
-        study = self._study(number, made.name, dict(zip(("base", "changed"), commits, strict=True)), [claim])
+        study = self._study(
+            number, made.name, dict(zip(("base", "changed"), commits, strict=True)), [claim], self.runs.left()
+        )
         because = [found.candidate.entry, found.seen.entry, position.base.entry]
         plan = {"study": study.to_json(), "name": made.name, "commit": found.candidate.commit}
         entry = self.runs.note("study", plan, f"study {study.id}", because)
@@ -426,25 +428,32 @@ class Campaign:
         for. Changes nothing else: the base stays the whole.
         """
         base, whole, name = position.base.commit, found.candidate.commit, found.candidate.intervention.name
+        budget, is_measured = APART * self.runs.left(), self.question.equal in MEASURED
+        most = int(budget / (self.question.looks[0] + SHORT * is_measured) - 1 + 1e-9)
+        parts = self.runs.patiently(partial(self.repo.parts, base, whole))
+        if most < 1 or len(parts) < 2:
+            return
         known = self.notebook.known(f"parts of {whole}")
         if known is None:
-            arms, inseparable = {}, {}
-            for part in self.runs.patiently(partial(self.repo.parts, base, whole)):
+            made: dict[str, dict[str, str]] = {"arms": {}, "inseparable": {}}
+            for part in parts:
                 try:
-                    arms[part] = self.runs.patiently(partial(self.repo.without, base, whole, part))
+                    if len(made["arms"]) < most:
+                        made["arms"][part] = self.runs.patiently(partial(self.repo.without, base, whole, part))
                 except Refused as refusal:
-                    inseparable[part] = as_text(str(refusal))
-            content = {"name": name, "commit": whole, "arms": arms, "inseparable": inseparable}
+                    made["inseparable"][part] = as_text(str(refusal))
+            left_out = [part for part in parts if part not in made["arms"] | made["inseparable"]]
+            content = {"name": name, "commit": whole, **made, "left_out": left_out}
             known = self.runs.note("parts", content, f"parts of {whole}", [found.candidate.entry])
-        most = max(0, int(APART * self.runs.left() / self.question.looks[0]) - 1)
-        commits = dict(list(known.content["arms"].items())[:most])
-        if not commits or len(known.content["arms"]) + len(known.content["inseparable"]) < 2:
+        commits: dict[str, str] = known.content["arms"]
+        if not commits:
             return
-        if self.question.equal in MEASURED:  # their lengths
+        if is_measured:  # their lengths
             self.runs.observe([*commits.values()], seed_of(self.question, 0), "a part", [known.number], SHORT)
+            budget -= SHORT * len(commits)
         claims = [Hypothesis(f"{name} needs {part}"[:300], "whole", f"without {part}", sign="+") for part in commits]
         arms = {"whole": whole, **{f"without {part}": commit for part, commit in commits.items()}}
-        study = self._study(number, f"the parts of {name}", arms, claims, APART)
+        study = self._study(number, f"the parts of {name}", arms, claims, budget)
         plan = {"study": study.to_json(), "name": name, "commit": whole}
         entry = self.runs.note("ablation", plan, f"study {study.id}", [known.number])
 
@@ -458,11 +467,11 @@ class Campaign:
         self._remember(study, self._learned(f"ablated {study.id}", [entry.number], learn))
 
     def _study(
-        self, number: int, title: str, commits: Mapping[str, str], claims: Sequence[Hypothesis], share: float = 1.0
+        self, number: int, title: str, commits: Mapping[str, str], claims: Sequence[Hypothesis], budget: float
     ) -> Study:
-        """The next study of the campaign. `share` is that of what is left which it may spend."""
+        """The next study of the campaign. It spends at most `budget`."""
         self.studies += 1
-        budget = min(share * self.runs.left(), 1.0 * len(commits) * self.question.looks[-1])
+        budget = min(budget, 1.0 * len(commits) * self.question.looks[-1])
         arms = tuple(Arm(name, self.runs.setting(commit), code=commit) for name, commit in commits.items())
         return Study(
             f"{self.question.topic}: {title}",

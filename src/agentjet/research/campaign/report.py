@@ -196,7 +196,7 @@ def study(fixed: JournalEntry, learned: JournalEntry | None, view: StudyView, no
         "commit": fixed.content["commit"],
         "is_whole": apart is None,
         "inseparable": apart["inseparable"] if apart else {},
-        "left_out": [part for part in apart["arms"] if f"without {part}" not in view.chosen] if apart else [],
+        "left_out": apart["left_out"] if apart else [],
         "apart": any(e.content["commit"] == fixed.content["commit"] for e in notebook.of("ablation")),
         "accepted": found.get("accepted", False),
         "meaning": sentence(found.get("meaning", "The study is under way")),

@@ -191,7 +191,8 @@ def with_value(text: str, name: str, value: Any) -> str:
             return "\n".join(lines) + "\n"
     outer, _, key = name.partition(".")
     if not key:
-        lines.insert(0, f"{outer} = {json.dumps(value)}")
+        first = next((place for place, line in enumerate(lines) if line.strip() and line[0] != "#"), 0)
+        lines.insert(first, f"{outer} = {json.dumps(value)}")
     elif f"{outer}." in tables:
         lines.insert(tables[f"{outer}."], f'"{key}" = {json.dumps(value)}')
     else:
@@ -350,7 +351,7 @@ class SubjectRepo:
 
     def parts(self, base: str, whole: str) -> list[str]:
         """Names of what differs between two commits: settings and keys of subject.toml, and other files."""
-        before, after = ({**self._files_of(commit), **self._keys(commit)} for commit in (base, whole))
+        before, after = ({**self._files_of(commit), **keys_of(self.described(commit))} for commit in (base, whole))
         changed = {name for name in {*before, *after} if before.get(name) != after.get(name)}
         return sorted(changed - {SUBJECT})
 
@@ -371,10 +372,6 @@ class SubjectRepo:
                 self._git("update-index", "--force-remove", part, index=index)
 
         return self._changed_commit(whole, f"without {part}", change, loads=True)
-
-    def _keys(self, commit: str) -> dict[str, Any]:
-        """What arms may change in subject.toml: settings by their dotted names, and other keys."""
-        return keys_of(self.described(commit))
 
     def files(self, commit: str) -> dict[str, str]:
         """Text files of a commit by path."""
@@ -596,7 +593,7 @@ def on_branch(patch: str, folder: Path, branch: str, message: str) -> str:
     refuse(not holds("check-ref-format", "--branch", branch), f"{given}: git takes no such name; give one like lr-fix")
     exists = holds("rev-parse", "--verify", "--quiet", f"refs/heads/{branch}")
     refuse(exists, f"{given}: there is such a branch in {folder}: give another name, or delete that one")
-    changed = ours("status", "--porcelain", "--untracked-files=no", "--", ".")
+    changed = ours("--no-optional-locks", "status", "--porcelain", "--untracked-files=no", "--", ".")
     refuse(bool(changed), f"{folder} has changes without a commit ({changed.split()[-1:]}): commit or stash them first")
     with TemporaryDirectory() as scratch:
         index, prefix = f"{scratch}/index", ours("rev-parse", "--show-prefix")
