@@ -99,8 +99,8 @@ WIRE: dict[str, bytes] = {
     "no choices": b'{"choices": []}',
     "choices of another type": b'{"choices": {"0": null}}',
     "a call without a function": b'{"choices": [{"message": {"tool_calls": [{"id": 1}]}}]}',
-    "arguments that are an object": b'{"choices": [{"message": {"tool_calls": [{"id": "a", "function": {"name": "read", '
-    b'"arguments": {}}}]}}]}',
+    "arguments that are an object": b'{"choices": [{"message": {"tool_calls": [{"id": "a", "function": '
+    b'{"name": "read", "arguments": {}}}]}}]}',
     "content that is a list": b'{"choices": [{"message": {"content": [{"type": "text"}]}}]}',
     "a lone surrogate": b'{"choices": [{"message": {"content": "\\ud800"}}]}',
     "NaN": b'{"choices": [{"message": {"content": NaN}}]}',

@@ -25,7 +25,7 @@ import numpy as np
 from agentjet.client.inputs import load_tasks
 from agentjet.client.swarm_client import AsyncSwarm
 from agentjet.errors import AgentJetError
-from agentjet.research.arm_process import ArmClient, ArmFailed
+from agentjet.research.arm_process import ArmAnswer, ArmClient, ArmFailed
 from agentjet.research.campaign.subject_repo import SubjectRepo
 from agentjet.research.models import Message, Outcome, Subject, Trial, canonical
 from agentjet.research.trial_process import HeldOutScore, JudgedEpisodes, NotScorable
@@ -150,7 +150,7 @@ class Recorder:
     tasks: list[Task]
     episodes: list[Played] = field(default_factory=list)
 
-    async def play(self, tasks: Sequence[Task], repeats: int, version: int, seed: int) -> dict[str, Any]:
+    async def play(self, tasks: Sequence[Task], repeats: int, version: int, seed: int) -> ArmAnswer:
         """The agent's own reward does not count."""
         draws = np.random.default_rng([self.run.seed, 2, version]).random((repeats * len(tasks), 4)).tolist()
         pairs = [(task, number) for number in range(repeats) for task in tasks]
@@ -162,7 +162,7 @@ class Recorder:
                 if not episode.samples:
                     raise ArmFailed(place_of(error)) from error
             self.episodes.append(Played(task, "eval", version, episode.messages))
-        return {"plays": len(pairs), "missing": 0, "reason": ""}
+        return ArmAnswer(plays=len(pairs))
 
     async def all_episodes(
         self, *, mode: str, min_version: int = 0, max_version: int = 1 << 30, **rest: object

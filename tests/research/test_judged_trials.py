@@ -27,7 +27,7 @@ import pytest
 from agentjet.client import AsyncSwarm
 from agentjet.errors import AgentJetError, ConfigError
 from agentjet.research import arm_process
-from agentjet.research.arm_process import ArmClient, ArmFailed, ArmOrder
+from agentjet.research.arm_process import ArmAnswer, ArmClient, ArmFailed, ArmOrder
 from agentjet.research.models import UNSEEN, Address, Outcome, Subject, Trial
 from agentjet.research.trial_process import JudgedEpisodes, TrialOrder, TrialProcess, paid_facts
 from agentjet.types import Task
@@ -75,9 +75,9 @@ class Recorder:
     async def train(self, steps: int, seed: int) -> None:
         raise AgentJetError("it does not train")
 
-    async def play(self, tasks: Sequence[Task], repeats: int, version: int, seed: int) -> Mapping[str, Any]:
+    async def play(self, tasks: Sequence[Task], repeats: int, version: int, seed: int) -> ArmAnswer:
         self.played = [*tasks]
-        return {"plays": 2 * repeats, "missing": 0, "reason": ""}
+        return ArmAnswer(plays=2 * repeats)
 
 
 @pytest.fixture
@@ -332,6 +332,16 @@ def test_the_process_ends_with_its_input_also_without_sigint(without: Callable[[
     process.stdout.close()
 
 
+FORGED = """
+import json, os
+for descriptor in range(3, 64):
+    try:
+        os.write(descriptor, json.dumps({}).encode() + b"\\n")
+    except OSError:
+        pass
+"""
+
+
 @pytest.mark.parametrize(
     ("code", "message"),
     [
@@ -340,6 +350,10 @@ def test_the_process_ends_with_its_input_also_without_sigint(without: Callable[[
         (CODE.replace("task, episode", "task"), "cannot be called as agent"),
         (CODE.replace('return [Task("a", payload={"q": {1}})]', "return [1 / 0]"), r"ZeroDivisionError.*agent\.py:9"),
         (f"{CODE}\nimport os\nos._exit(7)\n", "the agent's process ended with exit code 7"),
+        (f"{CODE}\n{FORGED.format('[]')}", "wrote to the answers of its process"),
+        (f"{CODE}\n{FORGED.format('{}')}", "gave no training tasks"),
+        (f"{CODE}\n{FORGED.format({'tasks': [{'id': []}]})}", "wrote to the answers of its process"),
+        (f"{CODE}\n{FORGED.format({'error': 'lost', 'own': False})}", "lost"),
     ],
 )
 def test_an_arm_that_does_not_load(code: str, message: str, tmp_path: Path) -> None:

@@ -254,6 +254,18 @@ def main() -> None:
 # ---- the other side --------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class ArmAnswer(Record):
+    """An answer of the process, checked: the arm's code can write its own. Each order is answered by some fields."""
+
+    tasks: tuple[Task, ...] = ()
+    plays: int = 0
+    missing: int = 0
+    reason: str = ""
+    error: str = ""
+    own: bool = False
+
+
 class ArmClient:
     """The process of an arm, as the trial sees it."""
 
@@ -264,22 +276,24 @@ class ArmClient:
         self.tasks: list[Task] = []
         """The training tasks, as the arm describes them."""
 
-    async def ask(self, order: object) -> dict[str, Any]:
+    async def ask(self, order: object) -> ArmAnswer:
         """Sends an order and waits for the answer. Raises `ArmFailed`, or the error of the server."""
         process = self._process
         assert process.stdin is not None and process.stdout is not None
         try:
             process.stdin.write(canonical(order).encode() + b"\n")
             await process.stdin.drain()
-            answer: dict[str, Any] = json.loads(await process.stdout.readline())
-        except (ValueError, RecursionError, ConnectionError):  # it ended, or what it wrote is not an answer
+            answer = ArmAnswer.from_json(json.loads(await process.stdout.readline()))
+        except (ValueError, RecursionError, ConnectionError, ConfigError) as error:  # it ended, or wrote something else
             await ended(process)
+            if isinstance(error, ConfigError):
+                raise ArmFailed(f"the agent's code wrote to the answers of its process: {error}") from None
             excess = self._excess
             if isinstance(process, AsyncProcess) and process.exceeded:
                 excess = f"the agent {process.exceeded}"
             raise ArmFailed(excess or f"the agent's process ended with exit code {process.returncode}") from None
-        if "error" in answer:
-            raise (ArmFailed if answer["own"] else AgentJetError)(str(answer["error"]))
+        if answer.error:
+            raise (ArmFailed if answer.own else AgentJetError)(answer.error)
         return answer
 
     async def forward_output(self) -> None:
@@ -299,7 +313,7 @@ class ArmClient:
     async def train(self, steps: int, seed: int) -> None:
         await self.ask({"do": "train", "steps": steps, "seed": seed})
 
-    async def play(self, tasks: Sequence[Task], repeats: int, version: int, seed: int) -> dict[str, Any]:
+    async def play(self, tasks: Sequence[Task], repeats: int, version: int, seed: int) -> ArmAnswer:
         order = {"do": "play", "tasks": listed(tasks), "repeats": repeats, "version": version, "seed": seed}
         return await self.ask(order)
 
@@ -317,7 +331,9 @@ async def started(order: ArmOrder) -> AsyncIterator[ArmClient]:
         except TimeoutError:
             process.kill()
             raise ArmFailed(f"{order.agent}: loading it and its tasks took longer than {LOADING_SECONDS:g} s") from None
-        arm.tasks = [Task(**task) for task in answer["tasks"]]
+        if not answer.tasks:
+            raise ArmFailed(f"{order.agent}: its process gave no training tasks: tasks = {order.tasks!r}")
+        arm.tasks = [*answer.tasks]
         yield arm
     finally:
         await ended(process)
@@ -383,7 +399,12 @@ def checked(order: ArmOrder) -> list[Task]:
         async with started(order) as arm:
             return arm.tasks
 
-    return asyncio.run(load())
+    try:
+        return asyncio.run(load())
+    except ConfigError:
+        raise
+    except AgentJetError as error:  # no server is there, so any other error is the arm's
+        raise ArmFailed(str(error)) from None
 
 
 if __name__ == "__main__":

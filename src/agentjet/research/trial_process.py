@@ -195,14 +195,14 @@ class JudgedEpisodes:
         for task in self._held_out:
             of_task = found.get((task.task_set, task.id), [])[: subject.repeats]
             if len(of_task) < subject.repeats:
-                raise NotScorable(f"held-out task {task.id!r} was not played: {ended['reason'] or 'no episode ended'}")
+                raise NotScorable(f"held-out task {task.id!r} was not played: {ended.reason or 'no episode ended'}")
             heard = [await self._conversation(episode) for episode in of_task]
             if not all(heard):
                 raise ArmFailed(f"held-out task {task.id!r}: the agent made no call of the model")
             rewards.append([await asyncio.to_thread(self._judge.score, task, messages) for messages in heard])
             played.append((task, heard[0], rewards[-1][0]))
         self._played = played
-        return scoring(rewards, ended["plays"])
+        return scoring(rewards, ended.plays)
 
     def _swapped(self) -> dict[str, float]:
         """Scores well paid conversations under tasks with other hidden values, for which the judge rejects theirs.
