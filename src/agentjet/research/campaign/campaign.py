@@ -16,9 +16,10 @@ import math
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from importlib.resources import files as package_files
+from itertools import count
 from statistics import fmean
 from typing import Any
 
@@ -47,7 +48,7 @@ from agentjet.research.campaign.strategist import (
 )
 from agentjet.research.campaign.subject_repo import SubjectRepo
 from agentjet.research.diagnosis import toml_of
-from agentjet.research.journal import JournalEntry, Notebook, StudyLog, stored
+from agentjet.research.journal import JournalEntry, Notebook, StudyLog, proposer_of, stored
 from agentjet.research.models import (
     MEASURED,
     Arm,
@@ -61,7 +62,7 @@ from agentjet.research.models import (
     shortened,
 )
 from agentjet.research.report import StudyView
-from agentjet.research.scheduler import DIRECTIONAL, TrialRunner, conduct
+from agentjet.research.scheduler import DIRECTIONAL, TrialLauncher, TrialRunner, conduct
 from agentjet.research.statistics import variance
 
 # ---- the campaign ----------------------------------------------------------------------------------------------------
@@ -123,7 +124,8 @@ class Position:
 
     base: RunObservation
     tip: RunObservation
-    depth: int = 0
+    unconfirmed: tuple[str, ...] = ()
+    """Names of the changes between them."""
 
 
 class Campaign:
@@ -146,6 +148,8 @@ class Campaign:
         self.question, self.notebook, self.repo = question, notebook, repo
         self.proposers, self.limits = proposers, limits
         self.runs = CampaignRuns(question, notebook, runner, clock, tell)
+        self.runs.ending = self._ending
+        self.position: Position | None = None
         self.tried: dict[str, set[str]] = {}
         """By commit, names of the interventions that were tried on it."""
         self.failures: dict[str, int] = {}
@@ -162,34 +166,36 @@ class Campaign:
 
         Raises `ConfigError` if the folder belongs to another campaign, or the servers stay away.
         """
-        known = self.notebook.known("ended")
-        if known is not None:
-            return known.content
+        if ended := self.notebook.over():
+            return ended.content
         self._start()
-        position = reason = None
         try:
             first = self.runs.observe([self.repo.first], seed_of(self.question, 0), "the subject", [1])[0]
-            if first.run.score is None:
-                raise Ending(f"the subject cannot run: {first.run.note}")
-            position = Position(first, first)
-            for number in range(1, ROUNDS + 1):
-                position = self._round(number, position)
-            raise Ending(f"{ROUNDS} rounds are done")
+            while first.run.score is None:
+                self.runs.end(f"the subject cannot run: {first.run.note}", "first run")
+            self.position, last = Position(first, first), ROUNDS
+            for number in count(1):
+                while number > last:
+                    last += ROUNDS * self.runs.end(f"{last} rounds are done", f"round {number}")
+                self.position = self._round(number, self.position)
         except Ending as ending:
-            reason = str(ending)
-        return self.runs.note("ended", self._ending(reason, position), "ended").content
+            return ending.args[0]
 
     # ---- the steps of a round ----------------------------------------------------------------------------------------
 
     def _round(self, number: int, position: Position) -> Position:
         """Returns where the campaign stands after it. Raises `Ending`."""
+        self.runs.take(f"round {number}")
+        if self.runs.is_vetoed(*position.unconfirmed):
+            position = Position(position.base, position.base)
         candidates = self._propose(number, position)
         if not candidates:
             if position.tip != position.base:
-                return replace(position, tip=position.base, depth=0)
+                return Position(position.base, position.base)
             broken = [sign.seen for sign in signs(position.base.run) if sign.cause in BROKEN]
             unable = "".join(f"; {name} could not run: {note}" for name, note in self.unable.items())
-            raise Ending(broken[0] if broken else f"nothing is worth trying{unable}")
+            self.runs.end(broken[0] if broken else f"nothing is worth trying{unable}", f"round {number}")
+            return position
         screened = self._screen(number, position, candidates)
         promising = [found for found in screened if found.gain >= PROMISING * self.question.sesoi]
         for found in promising[:STUDIES]:
@@ -200,6 +206,9 @@ class Campaign:
                 self._note_refusal(key, candidate.intervention.to_json(), reason, candidate.entry)
                 continue
             if not self._is_repeated(number, position, found):
+                continue
+            self.runs.take(f"round {number} study of {found.candidate.commit}")
+            if self.runs.is_vetoed(found.candidate.intervention.name):
                 continue
             if self._confirm(number, position, found):
                 for other in screened:
@@ -218,24 +227,32 @@ class Campaign:
         found: list[Candidate] = []
         base, commits = position.tip.commit, {position.base.commit, position.tip.commit}
         worn = {name for name, times in self.failures.items() if times >= FAILURES}
+        worn.update(self.runs.vetoed)
         tried = self.tried.setdefault(base, set())
-        for place, proposer in enumerate(self.proposers):
-            last = place == len(self.proposers) - 1
+        present = {proposer.name: proposer for proposer in self.proposers}
+        asked_before = [e for e in self.notebook.of("intent") if e.key.startswith(f"round {number} asked ")]
+        for name in dict.fromkeys([*map(proposer_of, asked_before), *present]):
+            last = name == self.proposers[-1].name
             most = MOST - len(found) if last else max(1, MOST // 2 - len(found))
-            asked = f"round {number} asked {proposer.name}"
-            entry = self.notebook.known(asked) or self.runs.note(
+            asked = f"round {number} asked {name}"
+            entry = self.runs.known(asked)
+            if entry is None and self.runs.is_replayed():
+                continue  # it was not there in this round
+            entry = entry or self.runs.note(
                 "intent",
-                self.runs.patiently(partial(self._ask, proposer, position, worn | tried, most)),
+                self.runs.patiently(partial(self._ask, present[name], position, worn | tried, most)),
                 asked,
                 [position.tip.entry],
             )
             self.runs.spend(0.0, entry.content.get("hours", 0.0))
             for i, proposal in enumerate(entry.content["proposals"]):
-                key = f"round {number} {proposer.name} {i}"
+                key = f"round {number} {name} {i}"
                 try:
                     if i >= most:
                         raise Refused(f"more than {most} proposals in a round")
                     made = parsed(proposal)
+                    if self.runs.is_vetoed(made.name):
+                        raise Refused(f"people vetoed {made.name!r}")
                     if made.name in worn | tried:
                         raise Refused(f"{made.name!r} was tried; its result is in the notebook")
                     check_settings(made, position.tip.run.settings)
@@ -249,7 +266,7 @@ class Campaign:
                     continue
                 commits.add(commit)
                 tried.add(made.name)
-                content = {"origin": proposer.name, "commit": commit, "on": base, **made.to_json()}
+                content = {"origin": name, "commit": commit, "on": base, **made.to_json()}
                 hypothesis = self.runs.note("hypothesis", content, key, [entry.number, *made.evidence])
                 found.append(Candidate(hypothesis.number, commit, made))
         return found
@@ -258,7 +275,8 @@ class Campaign:
         if proposer is not self.proposers[-1]:
             self.runs.tell(f"asking {proposer.name}, which may take minutes")
         tip, entries, files = position.tip, tuple(self.notebook.entries), self.repo.files(position.tip.commit)
-        view = View(self.question.topic, tip.run, tip.entry, tried, entries, files, self.repo.judge_source())
+        judge = self.repo.judge_source()
+        view = View(self.question.topic, tip.run, tip.entry, tried, entries, files, judge, {*self.runs.vetoed})
         begun, asked = self.runs.working_time(), {"proposer": proposer.name}
         try:
             answers = proposer.propose(view, most)
@@ -272,14 +290,15 @@ class Campaign:
 
     def _screen(self, number: int, position: Position, candidates: list[Candidate]) -> list[Screened]:
         """Runs the candidates short, the better ones in full, with the seed of the base. Best first."""
-        because = [candidate.entry for candidate in candidates]
-        self._check_budget(1)
+        because, point = [candidate.entry for candidate in candidates], f"round {number} screen"
+        self._check_budget(1, point)
+        alive = self._not_vetoed(candidates, point)
         affordable = int(self.runs.left() - self.question.study_cost)
-        seed, alive = seed_of(self.question, 0), list(candidates)
+        seed = seed_of(self.question, 0)
         short: dict[str, float] = {}
         is_measured = self.question.equal in MEASURED
         each = 1.0 if is_measured else 1.0 - SHORT  # a full run goes on from the short one
-        if (len(alive) > 2 and affordable >= 2) or is_measured:
+        if (len(alive) > 2 and affordable >= 2) or (is_measured and alive):
             alive = alive[: max(1, int((self.runs.left() - self.question.study_cost - each) / SHORT + 1e-9))]
             seen = self.runs.observe([each.commit for each in alive], seed, f"round {number} screen", because, SHORT)
             short = {at.commit: at.run.score for at in seen if at.run.score is not None}
@@ -291,6 +310,7 @@ class Campaign:
                 ahead.insert(0, alive[0])
             else:
                 self._count_failure(alive[0])
+            ahead = self._not_vetoed(ahead, f"round {number} full runs")
             affordable = int((self.runs.left() - self.question.study_cost) / each + 1e-9)
             alive = ahead[: min(KEPT, affordable)]
         full = self.runs.observe([each.commit for each in alive[:affordable]], seed, f"round {number}", because)
@@ -315,16 +335,21 @@ class Campaign:
             if found.run.score is None:
                 self.unable[candidate.intervention.name] = as_text(shortened(found.run.note, 200))
 
-    def _check_budget(self, runs: int) -> None:
+    def _not_vetoed(self, candidates: Sequence[Candidate], point: str) -> list[Candidate]:
+        """The candidates that people did not veto until this point."""
+        self.runs.take(point)
+        return [each for each in candidates if not self.runs.is_vetoed(each.intervention.name)]
+
+    def _check_budget(self, runs: int, point: str) -> None:
         """Raises `Ending` if the budget does not pay for these full runs and a study after them."""
-        if self.runs.left() < runs + self.question.study_cost:
-            raise Ending("the budget that is left does not pay for another study")
+        while self.runs.left() < runs + self.question.study_cost:
+            self.runs.end("the budget that is left does not pay for another study", point)
 
     def _is_repeated(self, number: int, position: Position, found: Screened) -> bool:
         """True if the gain is clear, or comes again with a second seed: a study costs more than two runs."""
         if found.gain >= CLEAR * self.question.sesoi:
             return True
-        self._check_budget(2)
+        self._check_budget(2, f"round {number} again {found.candidate.commit}")
         commits, seed = (position.base.commit, found.seen.commit), seed_of(self.question, -1)
         base, changed = self.runs.observe(commits, seed, f"round {number} again", [found.candidate.entry])
         if base.run.score is None or changed.run.score is None:
@@ -337,14 +362,17 @@ class Campaign:
 
     def _confirm(self, number: int, position: Position, found: Screened) -> bool:
         """Conducts a study of the candidate against the base. True if it is supported."""
-        self._check_budget(0)
+        self._check_budget(0, f"round {number} study of {found.candidate.commit}")
         self.studies += 1
         name = found.candidate.intervention.name
         study = self._study(number, position, found)
         content = {"study": study.to_json(), "name": name, "commit": found.candidate.commit}
         because = [found.candidate.entry, found.seen.entry, position.base.entry]
         entry, key = self.runs.note("study", content, f"study {study.id}", because), f"learned {study.id}"
-        known = self.notebook.known(key)
+        known = self.runs.known(key)
+        if known:
+            for within in self.notebook.entries[entry.number : known.number]:
+                self.runs.apply(within)
         learned = known or self.runs.note(
             "learned", self._conduct(study, found.candidate.intervention), key, [entry.number]
         )
@@ -385,7 +413,13 @@ class Campaign:
     def _conduct(self, study: Study, made: Intervention) -> dict[str, Any]:
         begun, before, number = self.runs.working_time(), dict(self.runs.spent), self.runs.probes
         commits = {arm.name: arm.code for arm in study.arms}
-        [finding], launcher = self.runs.patiently(lambda: conduct(study, StudyLog(), StudyRuns(self.runs), commits))
+        names = {"base": "", "changed": made.name}
+
+        def conducted() -> tuple[list[Finding], TrialLauncher]:
+            runner = StudyRuns(self.runs, names)
+            return conduct(study, StudyLog(), runner, commits, runner.vetoed)
+
+        [finding], launcher = self.runs.patiently(conducted)
         assert isinstance(launcher.runner, StudyRuns)
         view = StudyView(launcher.log)
         probed = {name: self.runs.spent[name] - before[name] for name in before}
@@ -417,11 +451,13 @@ class Campaign:
         ended = [
             (position.tip.causes - found.seen.causes, found)
             for found in screened
-            if found.gain > -2 * self.question.sesoi and "leaking_judge" not in found.seen.causes
+            if not self.runs.is_vetoed(found.candidate.intervention.name)
+            and found.gain > -2 * self.question.sesoi
+            and "leaking_judge" not in found.seen.causes
         ]
         ended = [(gone, found) for gone, found in ended if gone]
-        if not ended or position.depth >= DEPTH:
-            return replace(position, tip=position.base, depth=0)
+        if not ended or len(position.unconfirmed) >= DEPTH:
+            return Position(position.base, position.base)
         gone, best = max(ended, key=lambda pair: (len(pair[0]), pair[1].gain))
         content = {
             "tip": best.candidate.commit,
@@ -429,7 +465,7 @@ class Campaign:
             "confirmed; another trouble may hide it",
         }
         self.runs.note("followed", content, f"round {number} followed", [best.seen.entry])
-        return Position(position.base, best.seen, position.depth + 1)
+        return Position(position.base, best.seen, (*position.unconfirmed, best.candidate.intervention.name))
 
     # ---- the notebook ------------------------------------------------------------------------------------------------
 
@@ -466,7 +502,8 @@ class Campaign:
         content = {"asked": as_text(asked), "reason": as_text(reason)}
         self.runs.note("refused", content, f"{key} refused", [entry])
 
-    def _ending(self, reason: str | None, position: Position | None) -> dict[str, Any]:
+    def _ending(self, reason: str) -> dict[str, Any]:
+        position = self.position
         accepted = [entry.content["name"] for entry in self.notebook.of("learned") if entry.content["accepted"]]
         return {
             "reason": reason,
