@@ -454,8 +454,7 @@ class Notebook(StudyJournal):
         spent = self.spending(until)
         unit, most = self.budget(until)
         asked = math.fsum(entry.content.get("hours", 0.0) for entry in self.of("intent", until=until))
-        human = {kind: [f"{e.content['text']} (#{e.number})" for e in self.of(kind, until=until)] for kind in HUMAN[:2]}
-        added = [f"{step} (#{e.number})" for e in self.of("budget", "reopen", until=until) if (step := described(e)[1])]
+        people = [f"{steps[entry.number]} (#{entry.number})" for entry in self.of(*HUMAN, until=until)]
         return {
             "topic": started.content["question"]["topic"],
             "stage": f"ended: {ended.content['reason']}" if ended else f"the end of day {day}" if day else present,
@@ -469,11 +468,9 @@ class Notebook(StudyJournal):
             "open": [each["meaning"] for each in learned if each["verdict"] == "inconclusive"],
             "refused": len(self.of("refused", until=until)),
             **({"away": list(dict.fromkeys(away))} if away else {}),
-            **({"notes": human["note"]} if human["note"] else {}),
-            **({"vetoed": human["veto"]} if human["veto"] else {}),
+            **({"people": people} if people else {}),
             "newest": [*steps.values()][-1],
             "spent": f"{spent['runs']:.1f} full runs, {spent['hours']:.1f} h (proposers {asked:.1f} h)",
-            **({"added": added} if added else {}),
             "left": f"{max(0.0, most - spent[unit]):.1f} {unit}",
         }
 
@@ -512,7 +509,7 @@ def described(entry: JournalEntry) -> tuple[str, str] | None:
         case "followed":
             return "followed up", content["reason"]
         case "note":
-            return "note of people", content["text"]
+            return "note by people", content["text"]
         case "veto":
             return "vetoed by people", content["text"]
         case "budget" | "reopen":

@@ -20,6 +20,7 @@ import queue
 import subprocess
 import sys
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -27,7 +28,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Event
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 from agentjet.client.swarm_client import Swarm
 from agentjet.config import parse_config
@@ -248,6 +249,13 @@ MAX_SERVINGS = 3
 NUM_LOG_LINES = 20
 
 
+class RunningTrial(NamedTuple):
+    trial: Trial
+    slot: str
+    since: float
+    """Seconds since 1970."""
+
+
 class SwarmRunner:
     """A `TrialRunner` and context manager. Leaving it ends all processes; the next runner of the folder continues."""
 
@@ -275,6 +283,11 @@ class SwarmRunner:
         self._error: Exception | None = None
         """The error that ended the work of all slots."""
         self._threads: list[threading.Thread] = []
+        self._running: dict[str, RunningTrial] = {}
+
+    def running(self) -> list[RunningTrial]:
+        """The trials that slots work at now, oldest first."""
+        return list(self._running.copy().values())
 
     # ---- the methods of a `TrialRunner` -----------------------------------------------------------------------------
 
@@ -341,6 +354,8 @@ class SwarmRunner:
             except Exception as error:  # thread boundary: `collect` raises it again
                 self._error = error
                 self._stopping.set()
+            finally:
+                self._running.pop(key, None)
             with self._ended:
                 self._ended.notify_all()
 
@@ -361,6 +376,7 @@ class SwarmRunner:
         `ServerUnavailable` for a slot that is gone.
         """
         trial = Trial.from_json(read_json(self._launches / key / "trial.json"))
+        self._running[key] = RunningTrial(trial, slot.name, time.time())
         subject = self._subject_of(trial)
         run = self._runs / trial.run
         run.mkdir(exist_ok=True)

@@ -70,7 +70,7 @@ def with_links(page: str, steps: Sequence[Mapping[str, Any]]) -> str:
 
 def gather(notebook: Notebook) -> dict[str, Any]:
     """Every fact of the report, each from an entry. Raises `ConfigError` if nothing was observed."""
-    started, ended = notebook.known("started"), notebook.known("ended")
+    started, ended = notebook.known("started"), notebook.ending()
     reason = ended.content["reason"] if ended else ""
     observed = [entry for entry in notebook.of("observed") if entry.content["outcome"]["score"] is not None]
     if started is None or not observed:
@@ -93,7 +93,7 @@ def gather(notebook: Notebook) -> dict[str, Any]:
         "asks": started.content["asks"],
         "subject": subject(first.content["outcome"]),
         "proposers": proposers(notebook),
-        "budget": ", ".join(f"{value:g} {name}" for name, value in question["budget"].items() if value),
+        "budget": budget(notebook),
         "answer": answer(claims, first, reason, question["sesoi"]),
         "promising": PROMISING * question["sesoi"],
         "worth": WORTH,
@@ -140,6 +140,14 @@ def subject(run: Mapping[str, Any]) -> dict[str, Any]:
         "evaluations": len(run["curve"]),
         "plays": plays[-1] if plays else None,
     }
+
+
+def budget(notebook: Notebook) -> str:
+    """The budget as given, and what people added."""
+    (unit, most), added = notebook.budget(), notebook.of("budget", "reopen")
+    given = most - math.fsum(entry.content[unit] for entry in added)
+    more = (f"{entry.content[unit]:g} were added (#{entry.number})" for entry in added if entry.content[unit])
+    return ", ".join([f"{given:g} {unit}", *more])
 
 
 NO_RESULT = {

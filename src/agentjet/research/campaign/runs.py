@@ -177,6 +177,8 @@ class CampaignRuns:
         self._passed = 0
         """Number of the last entry that this process has come to."""
         self._applied: set[int] = set()
+        self._ignored: set[str] = set()
+        """Names of files in the inbox that cannot be used."""
 
     def observe(
         self, commits: Sequence[str], seed: int, why: str, because: Sequence[int], share: float = 1.0
@@ -220,7 +222,8 @@ class CampaignRuns:
         known = self.known(f"observed {key}")
         entry = known or self.note("observed", {"why": why, **self._collected(key, trial)}, f"observed {key}", because)
         del self._under_way[key]
-        self.spend(entry.content["cost"], entry.content["hours"])
+        if self._is_first(entry):  # the second seed of a base serves in several rounds
+            self.spend(entry.content["cost"], entry.content["hours"])
         run = Outcome.from_json(entry.content["outcome"])
         if run.score is not None:
             added_cost(self._reached, trial)
@@ -319,7 +322,6 @@ class CampaignRuns:
     def _entered(self, key: str, kinds: Sequence[str]) -> JournalEntry | None:
         """The entry of the oldest message that waits. It may have been entered by a process that was killed then."""
         inbox, entered = self.notebook.inbox, {entry.content["file"] for entry in self.notebook.of(*HUMAN)}
-        foreign = {*inbox.foreign}
         for name, message in inbox.waiting().items():
             if name not in entered and message.kind in kinds:
                 entry = self.note(message.kind, {"file": name, **message.to_json()}, key)
@@ -327,15 +329,15 @@ class CampaignRuns:
                 return entry
             if name in entered:
                 inbox.remove(name)
-        for name in {*inbox.foreign} - foreign:
+        for name in sorted({*inbox.foreign} - self._ignored):
             self.tell(f"{inbox.path / name} is not a message to this campaign, and is ignored: {inbox.foreign[name]}")
+            self._ignored.add(name)
         return None
 
     def apply(self, entry: JournalEntry) -> bool:
         """Does what an entry of people says, or counts an ending. False if that was done before."""
-        if entry.number in self._applied:
+        if not self._is_first(entry):
             return False
-        self._applied.add(entry.number)
         match entry.kind:
             case "veto":
                 self.vetoed.setdefault(entry.content["text"].strip(), entry.number)
@@ -344,6 +346,12 @@ class CampaignRuns:
             case "ended":
                 self._endings += 1
         return True
+
+    def _is_first(self, entry: JournalEntry) -> bool:
+        """True if this process has not counted the entry yet."""
+        is_first = entry.number not in self._applied
+        self._applied.add(entry.number)
+        return is_first
 
     def is_vetoed(self, *names: str) -> bool:
         """True for the name of a vetoed change, or of several changes with a vetoed one."""
