@@ -12,6 +12,7 @@
 8. An unavailable slot is dropped once, with a message; its lost trial is not an attempt.
 9. A run that is back at the base model is measured again.
 10. A policy that diverges in the middle fails its calls and ends the training: a result, not a lost run.
+11. It says which slot works at which trial.
 """
 
 from __future__ import annotations
@@ -295,6 +296,20 @@ def test_a_policy_that_diverges_is_a_result(tmp_path: Path, metrics: dict[str, f
     outcome = asyncio.run(TrialProcess(order, cast(AsyncSwarm, both), cast(ArmClient, both)).run())
     assert (outcome.end, outcome.score) == (end, -3.0 if end == "diverged" else None)
     assert outcome.note == "64 episodes in a row failed"
+
+
+def test_where_trials_run(tmp_path: Path) -> None:
+    seen: list[object] = []
+
+    def before(run: Path, settings: Setting) -> None:
+        seen.extend((each.trial, each.slot) for each in runner.running())
+        completing(run, settings)
+
+    with SwarmRunner(SUBJECT, tmp_path, [FakeSlot(name="here", before=before)]) as runner:
+        runner.launch("k-1", TRIAL)
+        runner.collect("k-1")
+        assert seen == [(TRIAL, "here")]
+    assert runner.running() == []
 
 
 def test_what_waits_is_taken_up_by_the_next(tmp_path: Path) -> None:

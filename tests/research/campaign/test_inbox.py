@@ -496,7 +496,7 @@ def test_a_page_of_a_campaign_that_works(tmp_path: Path) -> None:
     )
     [first, *_] = facts["rounds"]
     steps = {proposal["name"]: proposal["steps"] for proposal in first["proposals"]}
-    assert any("study fixed" in step for step in steps[study.content["name"]])
+    assert any("fixed a study" in step for step in steps[study.content["name"]])
     assert any("score after a third of a run" in step for step in steps["idea 0"])
     assert facts["facts"]["people"][0].startswith("note by people: <script>")
 

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from agentjet.research.campaign.report import row
-from agentjet.research.journal import JournalEntry, Notebook, described, proposer_of, write_whole
+from agentjet.research.journal import Notebook, described, proposer_of, write_whole
 from agentjet.research.report import html, markdown, number
 from agentjet.research.swarm_runner import RunningTrial
 
@@ -103,49 +103,32 @@ def utc(seconds: float) -> str:
 
 def rounds(notebook: Notebook) -> list[dict[str, Any]]:
     """The tree of questions: rounds, what was proposed in each, and what came of it."""
-    found: dict[int, dict[str, Any]] = {}
-    proposals: dict[int, list[str]] = {}
-    """By entry of a hypothesis."""
-    by_commit: dict[str, list[str]] = {}
-    names: dict[str, list[str]] = {}
-
-    def of_round(entry: JournalEntry) -> dict[str, Any]:
-        at = int(entry.key.split()[1])
-        return found.setdefault(at, {"number": at, "asked": [], "proposals": [], "refused": [], "then": []})
-
+    found: dict[str, dict[str, Any]] = {}
+    tried: dict[object, list[str]] = {}
+    """By entry, commit and name of a proposal, and by entry of its study: what came of it."""
     for entry in list(notebook.entries):
-        content, here = entry.content, f"(#{entry.number})"
+        content, step, here = entry.content, described(entry), f"(#{entry.number})"
+        line = f"{': '.join(step)} {here}" if step else ""
+        if entry.kind == "intent" and "proposals" in content and not line:
+            line = f"asked {proposer_of(entry)}: {len(content['proposals'])} proposals {here}"
+        name = entry.key.split(" ")[1] if entry.key.startswith("round ") else next(reversed(found), "")
+        part = found.setdefault(name.strip(","), {"name": name.strip(","), "proposals": [], "lines": []})
         match entry.kind:
-            case "intent" if "proposals" in content:
-                says = content.get("away") or f"{len(content['proposals'])} proposals"
-                of_round(entry)["asked"].append(f"{proposer_of(entry)}: {says} in {content.get('hours', 0.0):.2g} h")
             case "hypothesis":
-                steps = proposals[entry.number] = by_commit[content["commit"]] = names[content["name"]] = []
-                made = {"name": content["name"], "by": f"{content['origin']} {here}", "steps": steps}
-                of_round(entry)["proposals"].append({**made, "why": content["why"]})
-            case "refused":
-                of_round(entry)["refused"].append(f"{content['reason']} {here}")
-            case "veto":
-                for name, steps in names.items():
-                    if content["text"] in (name, *name.split(" + ")):
-                        steps.append(f"vetoed by people {here}")
+                steps: list[str] = []
+                tried |= dict.fromkeys((entry.number, content["commit"], content["name"]), steps)
+                said = f"proposed by {content['origin']}: {content['why']} {here}"
+                part["proposals"].append({"text": said, "name": content["name"], "steps": steps})
             case "screened":
-                for each in content.get("short", ()):
-                    if each["score"] is not None and each["name"] in names:
-                        names[each["name"]].append(f"score after a third of a run {number(each['score'])}")
-                for each in content["full"]:
-                    by_commit[each["commit"]].append(f"gain of a full run {number(each['gain'], '+.3g')} {here}")
+                short = [each for each in content.get("short", ()) if each["score"] is not None]
+                for each in (*short, *content["full"]):
+                    value = number(each["gain"], "+.3g") if "gain" in each else number(each["score"])
+                    what = "gain of a full run" if "gain" in each else "score after a third of a run"
+                    tried.get(each["name"], []).append(f"{what} {value} {here}")
             case "study" | "learned":
-                for cause in entry.because:
-                    if entry.kind == "study" and cause in proposals:
-                        proposals[cause].append(f"study fixed {here}")
-                        proposals[entry.number] = proposals[cause]
-                if entry.kind == "learned":
-                    for cause in entry.because:
-                        proposals[cause].append(f"{content['meaning']} {here}")
-            case "followed" if entry.key.startswith("round"):
-                of_round(entry)["then"].append(f"{content['reason']} {here}")
-            case "ended" | "reopen" if found:
-                step = described(entry)
-                found[max(found)]["then"].append(f"{': '.join(step or ())} {here}")
-    return [found[at] for at in sorted(found)]
+                for steps in [tried[cause] for cause in entry.because if cause in tried][:1]:
+                    tried[entry.number] = steps
+                    steps.append(line)
+            case "intent" | "refused" | "followed" | "ended" | "note" | "veto" | "budget" | "reopen" if line:
+                part["lines"].append(line)
+    return [part for part in found.values() if part["proposals"] or part["lines"]]
