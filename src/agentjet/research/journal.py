@@ -327,7 +327,9 @@ DAY = 86400.0
 
 @dataclass(frozen=True)
 class HumanMessage(Record):
-    """A remark of people, the name of a change that is not tried any more, a larger budget, or the end of the end."""
+    """A remark of people, the name of a change that is not tried any more, more budget, or that an ended campaign goes
+    on.
+    """
 
     kind: Literal["note", "veto", "budget", "reopen"]
     text: str = ""

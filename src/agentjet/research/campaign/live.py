@@ -54,7 +54,7 @@ class LivePage:
     def _work(self) -> None:
         failed = ""
         while True:
-            is_last = self._over.wait(WRITE_SECONDS)
+            is_last, begun = self._over.is_set(), time.monotonic()
             try:
                 self.write()
             except Exception as error:  # thread boundary: the campaign goes on without its page
@@ -63,6 +63,7 @@ class LivePage:
                 failed = str(error)
             if is_last:
                 return
+            self._over.wait(max(WRITE_SECONDS, 20 * (time.monotonic() - begun)))
 
     def __enter__(self) -> Self:
         self._thread.start()
