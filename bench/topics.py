@@ -18,20 +18,20 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
-import tempfile
 import tomllib
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 from agentjet.errors import ConfigError
+from agentjet.research.campaign.asked import planned
+from agentjet.research.campaign.runs import Budget, Question
 from agentjet.research.journal import StudyLog
-from agentjet.research.models import Hypothesis, Outcome, Setting, Study, Subject, Verdict
-from agentjet.research.plan import plan
+from agentjet.research.models import Hypothesis, Outcome, Setting, Study, Subject, Value, Verdict
 from agentjet.research.scheduler import conduct
-from agentjet.research.topic import StudyQuestion, read_topic, space_of
+from agentjet.research.topic import StudyQuestion, read_topic
 from tests.research.world import Formula
 
 CASES = Path(__file__).parent / "cases" / "topics.toml"
@@ -119,33 +119,36 @@ class World(Formula):
 def worlds(repeats: int) -> dict[str, float]:
     """Returns the shares of right and wrong verdicts."""
     decidable = right = wrong = claims = 0
-    with tempfile.TemporaryDirectory() as folder:
-        os.chdir(folder)
-        write_subject(Path())
-        for topic, score in WORLDS.values():
-            for spread in SPREADS:
-                for repeat in range(repeats):
-                    study = study_of(topic, repeat)
-                    findings, _ = conduct(study, StudyLog(), World(score=lambda s, _, f=score: f(s), noise=spread))
-                    for claim, finding in zip(study.hypotheses, findings, strict=True):
-                        verdict, is_clear = truth(study, claim, score, spread)
-                        claims, decidable = claims + 1, decidable + is_clear
-                        right += is_clear and finding.verdict == verdict
-                        wrong += finding.verdict not in (verdict, "inconclusive")
+    for topic, score in WORLDS.values():
+        for spread in SPREADS:
+            for repeat in range(repeats):
+                study = study_of(topic, seed=repeat)
+                findings, _ = conduct(study, StudyLog(), World(score=lambda s, _, f=score: f(s), noise=spread))
+                for claim, finding in zip(study.hypotheses, findings, strict=True):
+                    verdict, is_clear = truth(study, claim, score, spread)
+                    claims, decidable = claims + 1, decidable + is_clear
+                    right += is_clear and finding.verdict == verdict
+                    wrong += finding.verdict not in (verdict, "inconclusive")
     return {"worlds_claims": claims, "worlds_right": right / decidable, "worlds_wrong": wrong / claims}
 
 
-def write_subject(folder: Path) -> None:
-    (folder / "agent.py").write_text("def agent(task, episode): return 0.0\n")
-    for name, number in (("tasks", 32), ("held_out", 4)):
-        lines = [json.dumps({"id": f"{name}{i}", "q": i}) for i in range(number)]
-        (folder / f"{name}.jsonl").write_text("\n".join(lines))
+@dataclass(frozen=True)
+class Described:
+    """The part of a `SubjectRepo` that a plan without other files needs."""
+
+    first: str = "0" * 40
+
+    def described(self, commit: str) -> Subject:
+        return Subject("tiny", "agent.py:agent", "tasks.jsonl", "held_out.jsonl", "judge.py:score", steps=40)
+
+    def num_tasks(self) -> int:
+        return 32
 
 
-def study_of(topic: str, seed: int) -> Study:
-    subject = Subject("tiny", "agent.py:agent", "tasks.jsonl", "held_out.jsonl", steps=40)
-    space = space_of(read_topic(topic), {}, subject)
-    return plan(topic, budget=500, subject=subject, space=space, seed=seed)
+def study_of(topic: str, levels: Mapping[str, Sequence[Value]] = MappingProxyType({}), seed: int = 0) -> Study:
+    question = Question(topic, Budget(runs=500.0), seed, sesoi=0.02)
+    asked = read_topic(topic)
+    return Study.from_json(planned(replace(question, equal=asked.equal), asked, levels, Described())["study"])
 
 
 def truth(study: Study, claim: Hypothesis, score: Callable[[Setting], float], spread: float) -> tuple[Verdict, bool]:

@@ -33,8 +33,8 @@ def research(*arguments: object) -> str:
     ("options", "message"),
     [
         (["--budget", "much"], "budget = 'much': give hours or full runs, such as 48h or 500runs"),
-        (["--topic", " "], "--topic is empty: give the question"),
-        (["--topic", "なぜ学習しないのか"], "Give an English title, or a language model (--llm)"),
+        (["--topic", " "], "the topic is empty: give the question"),
+        (["--topic", "なぜ学習しないのか"], "translate it, or give a language model (--llm)"),
         (["--budget", "nanruns"], "budget = 'nanruns': give hours or full runs"),
         (["--budget", "1000000000runs"], "runs = 1000000000.0, hours = None: give one of them, more than 0, at most"),
         (["--budget", "0h"], "budget: runs = None, hours = 0.0: give one of them, more than 0"),
@@ -49,6 +49,27 @@ def research(*arguments: object) -> str:
         (["--agent-cli", "claude", "--agent-env", "NO_SUCH_VARIABLE"], "--agent-env NO_SUCH_VARIABLE"),
         (["--agent-cli", "'"], "quote it as a shell would"),
         (["--server", "http://127.0.0.1:9"], "1 --server and 0 --admin-token-file"),
+        (["--level", "steps=3"], "steps: the question is about causes, not about levels"),
+        (
+            ["--topic", "Is rloo better?", "--tune", "model=a"],
+            "--tune model=a: numbers of a setting of the job are tuned",
+        ),
+        (["--topic", "Is rloo better?", "--budget", "20runs"], "start again with --yes to run this plan"),
+        (
+            [
+                "--topic",
+                "Is rloo better?",
+                "--budget",
+                "10runs",
+                "--level",
+                "job.recipe=grpo",
+                "--level",
+                "job.recipe=nope",
+            ],
+            "no recipe 'nope'",
+        ),
+        (["--topic", "Longer training?", "--budget", "10runs"], "4 arms with 4 to 12 seeds need"),
+        (["--sesoi", "0"], "sesoi = 0.0: give a share of the judge's scale, between 0 and 1"),
         (["--subject", "none.toml"], "--subject none.toml: No such file or directory: give a subject.toml"),
     ],
 )
@@ -59,6 +80,17 @@ def test_options_that_do_not_fit(options: list[str], message: str, tmp_path: Pat
     given = ["start", *kept, *options]
     assert message in research(*given)
     assert not (tmp_path / "c" / "notebook.sqlite").exists()
+
+
+def test_a_plan_that_was_not_run_may_be_asked_again(tmp_path: Path) -> None:
+    """Also with other files of the subject."""
+    for lr in ("0.01", "0.02"):
+        subject = write_subject(tmp_path / "user", subject=SUBJECT.replace("0.01", lr))
+        given = ("start", "--subject", subject, "--out", tmp_path / "c", "--budget", "30runs", "--unsafe")
+        output = research(*given, "--topic", "Is rloo better?")
+        assert "The topic was read as: *Which is better: job.recipe (grpo, rloo)" in output
+        assert f"job.optimizer.lr = {lr}" in (tmp_path / "c" / "plan.md").read_text()
+    assert "is a campaign" not in research("status", tmp_path / "c")
 
 
 @pytest.mark.parametrize(
@@ -88,7 +120,7 @@ def test_folders_that_do_not_fit(tmp_path: Path) -> None:
     (tmp_path / "study" / "study.json").touch()
     assert "is a study" in research("digest", tmp_path / "study")
     (tmp_path / "llm.jsonl").touch()
-    started = ("start", "--topic", "x", "--subject", "s", "--budget", "20runs", "--out", tmp_path / "c")
+    started = ("start", "--topic", "why?", "--subject", "s", "--budget", "20runs", "--out", tmp_path / "c")
     assert "the record has no answers" in research(*started, "--llm", tmp_path / "llm.jsonl")
 
 

@@ -13,10 +13,12 @@ import pytest
 from scipy import stats
 
 from agentjet.research.statistics import (
+    POWER,
     Difference,
     any_crossing,
     largest_unseen_rate,
     nominal_level,
+    planned_power,
     predictive_power,
     read,
     unseen_interval,
@@ -218,3 +220,19 @@ def test_what_a_look_foretells_comes_true() -> None:
 def test_scores_without_spread_foretell_nothing() -> None:
     same = welch([1.0] * 4, [1.0] * 4)
     assert predictive_power(same, 4, 12, sesoi=1.0, difference_level=0.05, equivalence_level=0.05) == 1.0
+
+
+@pytest.mark.parametrize("weights", [(1.0, -1.0), (1.0, -1.0, -1.0, 1.0), (-0.5, 0.0, 0.5)])
+def test_the_power_before_the_data_is_that_of_simulated_studies(weights: tuple[float, ...]) -> None:
+    """Of the last look alone: earlier looks add a little."""
+    level = nominal_level((4, 8, 12), 0.1)
+    beyond, within = planned_power(weights, 12, level, 0.05)
+    rng, found, equal = np.random.default_rng(5), 0, 0
+    of_arm = np.array(weights) / sum(weight**2 for weight in weights)
+    for _ in range(1000):
+        noise = rng.normal(size=(len(weights), 12))
+        apart = noise + (0.5 + beyond) * of_arm[:, None]
+        ends = {"weights": weights, "difference_level": level}
+        found += read(*apart, sesoi=0.5, equivalence_level=None, **ends).verdict == "supported"
+        equal += read(*noise, sesoi=within, equivalence_level=0.05, **ends).verdict == "practically_equivalent"
+    assert found / 1000 == pytest.approx(POWER, abs=0.05) and equal / 1000 == pytest.approx(POWER, abs=0.05)

@@ -17,12 +17,12 @@ import pytest
 from agentjet.errors import ConfigError
 from agentjet.research.journal import StudyLog
 from agentjet.research.models import Arm, Finding, Hypothesis, Outcome, Study, Subject, Value
-from agentjet.research.plan import plan
+from agentjet.research.plan import Space, SpaceArm, plan
 from agentjet.research.report import StudyView, gather, plan_page
 from agentjet.research.scheduler import conduct, estimate_cost
 from agentjet.research.statistics import welch
-from agentjet.research.topic import answer, factors, given_levels, read_topic, space_of
-from bench.topics import judged, topics
+from agentjet.research.topic import PlannedArm, answer, arms_of, factors, given_levels, read_topic
+from bench.topics import judged, study_of, topics
 from tests.research.world import Formula
 
 AGENT = "def agent(task, episode): return 0.0\n\n\ndef other(task, episode): return 1.0\n"
@@ -61,9 +61,14 @@ def test_most_topics_are_read_as_asked() -> None:
         ("Does the learning-rat matter?", "'rat' name nothing .* 'Does the learning rate matter"),
         ("¿Importa la tasa de aprendizaje?", "was not understood"),
         ("Do users prefer it?", "asks about people: .* give a judge"),
+        (
+            "Does KL help? Does the temperature matter?",
+            "asks 2 questions, 'Does KL help' and 'Does the temp.*': ask one at",
+        ),
+        ("Find the best learning rate. Then test if a curriculum helps", "asks 2 questions, 'Find the best"),
         ("Does the seed matter?", "asks about seed: .* ask about a setting"),
         ("temperature " + "1" * 5000, "5012 characters: give a question of at most 1000"),
-        ("学习率", "was not understood: its words '学习率'"),
+        ("学习率", "'学习率' is not in English: translate it, or give a language model"),
         ("Temperature 1 or 1", r"job\.temperature = 1 is named twice"),
         ("Does group size matter at equal tokens and at equal steps?", "holds steps and tokens equal: keep one"),
         *(
@@ -172,24 +177,50 @@ NAME = "job.recipe.name"
     ],
 )
 def test_a_question_becomes_arms(subject: Subject, topic: str, levels: list[str], arms: list[object]) -> None:
-    space = space_of(read_topic(topic), given_levels(levels), subject)
-    assert [dict(arm.changes) for arm in space.arms.values()] == arms
+    assert [dict(arm.changes) for arm in arms_by_name(topic, levels, subject).values()] == arms
+
+
+def arms_by_name(topic: str, levels: list[str], subject: Subject) -> dict[str, PlannedArm]:
+    return arms_of(read_topic(topic), given_levels(levels), subject, lambda: 32)[0]
 
 
 def test_arms_whose_names_would_be_equal_are_all_planned(subject: Subject) -> None:
     folder = "a_folder_with_a_very_long_name_of_its_own"
-    levels = given_levels([f"agent={folder}/team.py:{name}" for name in ("one", "two", "one")])
-    arms = space_of(read_topic("Is the critic role worth it?"), levels, subject).arms
-    assert [arm.agent[-3:] for arm in arms.values()] == ["one", "two"]
+    levels = [f"agent={folder}/team.py:{name}" for name in ("one", "two", "one")]
+    arms = arms_by_name("Is the critic role worth it?", levels, subject)
+    assert [arm.keys["agent"][-3:] for arm in arms.values()] == ["one", "two"]
 
 
-def test_levels_may_be_agents(subject: Subject) -> None:
-    levels = given_levels(["agent=agent.py:agent", "agent=agent.py:other"])
-    study = plan(
-        "t", budget=100, subject=subject, space=space_of(read_topic("Is the critic role worth it?"), levels, subject)
-    )
-    assert [arm.name for arm in study.arms] == ["agent agent.py-agent", "agent agent.py-other"]
-    assert study.subject is not None and study.subject.agent_of("agent agent.py-other").endswith("agent.py:other")
+@pytest.mark.parametrize(
+    ("topic", "level", "keys"),
+    [
+        ("Is the critic role worth it?", "agent=team.py:agent", {"agent": "team.py:agent"}),
+        ("Does a system prompt help?", "prompt=terse.py:agent", {"agent": "terse.py:agent"}),
+        ("Binary or graded reward?", "reward=graded.py:score", {"reward": "graded.py:score"}),
+        ("Does my agent survive noisy tools?", "world=noisy.py:agent", {"deployed": "noisy.py:agent"}),
+        ("Are hard tasks better than easy ones?", "tasks.filter=hard.jsonl", {"tasks": "hard.jsonl"}),
+    ],
+)
+def test_one_level_that_is_code_is_compared_with_that_of_the_subject(
+    subject: Subject, topic: str, level: str, keys: dict[str, str]
+) -> None:
+    given, other = arms_by_name(topic, [level], subject).values()
+    assert given == PlannedArm({}) and other == PlannedArm({}, keys)
+
+
+def test_a_warm_start_is_a_model(subject: Subject) -> None:
+    Path("warm").mkdir()
+    Path("warm/config.json").write_text("{}")
+    given, warm = arms_by_name("SFT warm start or RL only?", ["warm_start=warm"], subject).values()
+    assert given.changes == {} and warm.changes == {"model": str(Path("warm").resolve())}
+
+
+def test_a_patch_makes_a_level(subject: Subject) -> None:
+    question = read_topic("Does a system prompt help?")
+    varied = tuple(one.model_copy(update={"levels": ("terse",)}) for one in question.varied)
+    question = question.model_copy(update={"varied": varied, "patches": {"terse": "diff"}})
+    arms, _ = arms_of(question, {}, subject, lambda: 32)
+    assert [arm.patch for arm in arms.values()] == ["", "diff"]
 
 
 @pytest.mark.parametrize(
@@ -203,18 +234,16 @@ def test_levels_may_be_agents(subject: Subject) -> None:
         ("Group size 4 or 6", [], "64 is no multiple of it"),
         ("How many tasks are enough?", ["tasks.number=2/3", "tasks.number=4"], "give a number, a share"),
         ("Are 16 tasks enough, or 800 training tasks?", [], "tasks.number = 800: there are 32 training tasks"),
-        ("Why does it not learn?", [], "agentjet research start"),
-        ("Does my agent survive noisy tools?", [], "agentjet eval"),
-        ("Longer answers at equal tokens", [], "measured in a campaign only"),
+        ("Does my agent survive noisy tools?", [], r"needs the agent in each changed world: --level world="),
         ("Does a curriculum help?", [], r"needs the key of the payloads"),
-        ("SFT warm start or RL only?", ["warm_start=a.jsonl"], "cannot differ in warm_start yet"),
+        ("SFT warm start or RL only?", ["warm_start=a.jsonl"], r"--level warm_start 'a\.jsonl' is neither a folder"),
     ],
 )  # fmt: skip
 def test_a_question_that_cannot_begin_says_what_is_missing(
     subject: Subject, topic: str, levels: list[str], said: str
 ) -> None:
     with pytest.raises(ConfigError, match=said):
-        space_of(read_topic(topic), given_levels(levels), subject)
+        arms_by_name(topic, levels, subject)
 
 
 def test_the_models_of_arms_are_locked(subject: Subject) -> None:
@@ -223,8 +252,7 @@ def test_the_models_of_arms_are_locked(subject: Subject) -> None:
         Path(name).mkdir()
         Path(name, "config.json").write_text("{}")
         Path(name, "weights").write_text(name)
-    question = read_topic("Does the gain grow with a larger model?")
-    space = space_of(question, {"model": ["./small", "./large"]}, subject)
+    space = Space(arms={name: SpaceArm(changes={"model": f"./{name}"}) for name in ("small", "large")})
     study = plan("t", budget=100, subject=replace(subject, model="./tiny").with_hashes(), space=space)
     assert study.subject is not None and study.subject.models == ("./small", "./large")
     assert "models" not in subject.to_json()
@@ -235,8 +263,7 @@ def test_the_models_of_arms_are_locked(subject: Subject) -> None:
 
 
 def test_longer_runs_cost_more(subject: Subject) -> None:
-    question = read_topic("How does the score scale with the steps: 20, 40, 80?")
-    study = plan("t", budget=100, subject=subject, space=space_of(question, {}, subject))
+    study = study_of("How does the score scale with the steps: 20, 40, 80?")
     assert estimate_cost(study).least == 4 * (0.5 + 1 + 2)
     assert subject.varied({"steps": 80}).steps == 80 and subject.varied({}) == subject
     assert subject.varied({"model": "other"}).model == "other"
@@ -277,13 +304,11 @@ def test_the_weights_of_a_claim_add_up_to_0() -> None:
         Study("t", "m", 0.1, arms, (claim,), budget=10)
 
 
-def test_slopes_and_interactions_find_what_is_planted(subject: Subject) -> None:
+def test_slopes_and_interactions_find_what_is_planted() -> None:
     def score(level: float) -> float:
         return 0.2 + 0.1 * math.log2(level / 20)
 
-    question = read_topic("How does the score scale with the steps: 20, 40, 80?")
-    study = plan("t", budget=200, subject=subject, space=space_of(question, {}, subject))
-    study = replace(study, form=question.form, reading=question.reading())
+    study = study_of("How does the score scale with the steps: 20, 40, 80?")
     runner = Formula(lambda setting, _: score(float(setting["steps"])), noise=0.01)
     findings, _ = conduct(study, log := StudyLog(), runner)
     assert findings[0].verdict == "supported" and findings[0].estimate == pytest.approx(0.1, abs=0.02)

@@ -11,6 +11,7 @@ import os
 import re
 import shlex
 import shutil
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from agentjet.research.campaign.runs import Question
     from agentjet.research.campaign.strategist import Proposer
     from agentjet.research.journal import JournalEntry, StudyLog
-    from agentjet.research.models import Finding, Outcome, Setting, Subject
+    from agentjet.research.models import Finding, Outcome, Setting, Study, Subject
     from agentjet.research.swarm_runner import RunningServer, ServerSlot
 
 Folder = Annotated[Path, Argument(metavar="FOLDER", help="Folder of the study or campaign.")]
@@ -127,7 +128,7 @@ def report(
     from agentjet.research.campaign.report import build
     from agentjet.research.journal import StudyFolder
 
-    if not is_campaign(folder):
+    if not is_campaign(folder) or (folder / STUDY).exists():
         log = StudyFolder(folder).log()
         if check is None:
             typer.echo(studies.build(log, folder))
@@ -146,23 +147,13 @@ def report(
 
 
 def new(
-    topic: Annotated[str, Argument(help='The question, such as "Does the KL penalty matter?"; with --space a title.')],
+    topic: Annotated[str, Argument(help="Title of the study.")],
     agent: Annotated[str, Option(help="FILE.py:FUNCTION or package.module:function, called with task, episode.")],
     tasks: Annotated[str, Option(help="Training tasks: FILE.jsonl, or a function that returns them.")],
     held_out: Annotated[str, Option("--held-out", help="Held-out tasks for scoring, in the same form.")],
     out: Annotated[Path, Option(help="Folder of the study.")],
     budget: Annotated[float, Option(help="Full runs that the study may cost.")],
-    space: Annotated[
-        Path | None, Option(help="Arms, knobs and claims (TOML). Default: those by which the question is answered.")
-    ] = None,
-    level: Annotated[
-        list[str] | None,
-        Option(
-            "--level",
-            metavar="FACTOR=VALUE",
-            help="A level of what the question is about, such as agent=team.py:agent or steps=80; can be repeated.",
-        ),
-    ] = None,
+    space: Annotated[Path, Option(help="Arms, knobs and claims (TOML).")],
     model: Annotated[str, Option(help="Hugging Face id, local folder, or smollm2-135m.")] = "smollm2-135m",
     evaluator: Annotated[str, Option(help="Agent that plays the held-out tasks; default: the agent.")] = "",
     steps: Annotated[int, Option(min=1, max=1_000_000, help="Batches of a full run.")] = 40,
@@ -175,17 +166,16 @@ def new(
     floor: Annotated[float, Option(help="Score of a diverged run whose policy cannot answer.")] = 0.0,
     seed: Annotated[int, Option(help="Seed from which all seeds of the study are derived.")] = 0,
 ) -> None:
-    """Plan a study from a question: arms, claims, seeds, looks and budget. Nothing is run.
+    """Plan a study from a file: arms, claims, seeds, looks and budget. Nothing is run.
 
-    The plan has the reading of the question. A question that no study answers is refused with near ones. Read plan.md
-    in the folder, then run it with `agentjet research run FOLDER`.
+    `agentjet research start` plans one from a question. Read plan.md in the folder, then run it with `agentjet research
+    run FOLDER`.
     """
     from agentjet.config.loader import parse_overrides
     from agentjet.research.journal import StudyFolder
     from agentjet.research.models import Subject
     from agentjet.research.plan import plan, read_space
     from agentjet.research.report import plan_page
-    from agentjet.research.topic import given_levels, read_topic, space_of
 
     if not topic.strip():
         raise ConfigError("the title is empty: give the question, such as 'Does a KL penalty help?'")
@@ -206,17 +196,7 @@ def new(
             floor=floor,
         )
     )
-    if space is not None:
-        if level:
-            raise ConfigError(
-                "--level belongs to a question that the planner reads: leave it out, or leave out --space"
-            )
-        study = plan(topic, budget=budget, subject=subject, space=read_space(space), folder=space.parent, seed=seed)
-    else:
-        question = read_topic(topic)
-        found = space_of(question, given_levels(level or []), subject)
-        study = plan(topic, budget=budget, subject=subject, space=found, seed=seed)
-        study = replace(study, form=question.form, reading=question.reading())
+    study = plan(topic, budget=budget, subject=subject, space=read_space(space), folder=space.parent, seed=seed)
     page = plan_page(study)
     files.write(study, page)
     typer.echo(page)
@@ -248,6 +228,8 @@ def run(folder: Folder, servers: Servers) -> None:
     from agentjet.research.journal import StudyFolder
     from agentjet.research.swarm_runner import check_arms
 
+    if (folder / NOTEBOOK).exists():
+        raise ConfigError(f"{folder} is a campaign: continue it with agentjet research resume {folder}")
     slots = servers.slots()
     if servers.server:
         check_arms(StudyFolder(folder).study())
@@ -493,40 +475,94 @@ def key_of(file: Path) -> str:
 
 
 def start(
-    topic: Annotated[str, Option(help='The question, such as "why does it not learn?".')],
+    topic: Annotated[str, Option(help='The question: "Does the KL penalty help?", "Why does it not learn?".')],
     subject: Annotated[Path, Option(help="The subject.toml beside the agent's files.")],
     budget: Annotated[str, Option(help="Full runs (500runs; at least 10) or hours (48h).")],
     servers: Servers,
     proposers: Proposers,
     out: Annotated[Path, Option(help="Folder of the campaign, which must be new.")] = Path("campaign"),
+    level: Annotated[
+        list[str] | None,
+        Option(
+            "--level",
+            metavar="FACTOR=VALUE",
+            help="A level of what the question is about, such as agent=team.py:agent or steps=80; can be repeated.",
+        ),
+    ] = None,
+    tune: Annotated[
+        list[str] | None,
+        Option(
+            "--tune",
+            metavar="SETTING=VALUE",
+            help="A value of a setting that each arm tunes for itself, such as job.optimizer.lr=1e-5; repeated.",
+        ),
+    ] = None,
+    sesoi: Annotated[
+        float, Option(help="Smallest effect of interest: a difference of scores, as a share of the judge's scale.")
+    ] = 0.05,
+    yes: Annotated[bool, Option("--yes", help="Run the plan without asking.")] = False,
     seed: Annotated[int, Option(help="Seed from which all seeds of the campaign are derived.")] = 0,
     unsafe: Unsafe = False,
 ) -> None:
-    """Start a campaign: find out why an agent does not learn better, and mend it. Ctrl-C stops it; `resume` continues.
+    """Start a campaign that answers a question. Ctrl-C stops it; `resume` continues.
 
-    The folder of subject.toml is copied. Observations, tries and results are in the campaign's notebook. At the end
-    the report is in the folder.
+    A question about something that can be changed becomes a study, whose plan is shown first. "Why does it not learn?"
+    finds causes and mends them. The folder of subject.toml is copied. All runs and results are in the campaign's
+    notebook. At the end the report is in the folder.
     """
     from agentjet.config.loader import check_model_name
+    from agentjet.research.campaign.asked import knobs_of, planned
     from agentjet.research.campaign.runs import Budget, Question
-    from agentjet.research.campaign.subject_repo import SubjectRepo, read_subject
+    from agentjet.research.campaign.subject_repo import SubjectRepo, read_subject, remove_parts
     from agentjet.research.journal import StudyFolder
+    from agentjet.research.models import Study
+    from agentjet.research.report import plan_page
+    from agentjet.research.swarm_runner import check_arms
+    from agentjet.research.topic import given_levels, read_topic
 
-    check_topic(topic, is_read=proposers.llm is not None or proposers.agent_cli is not None)
-    question = Question(topic, Budget.parse(budget), seed)
     if (out / NOTEBOOK).exists():
         raise ConfigError(
             f"--out {out}: a campaign is there: continue it with agentjet research resume {out}, or, if it has ended "
             "or cannot go on, start with another --out"
         )
+    asked_for, levels, tuned = read_topic(topic), given_levels(level or []), given_levels(tune or [], "--tune")
+    if asked_for.form == "diagnose" and (named := [*levels, *tuned]):
+        raise ConfigError(f"{named[0]}: the question is about causes, not about levels: omit --level and --tune")
+    question = Question(topic, Budget.parse(budget), seed, sesoi=sesoi)
     asked, slots = proposers.of(out, unsafe), servers.slots()
     check_model_name(read_subject(subject).model, f"{subject}: model =")
     if out.is_dir() and any(out.iterdir()) and not (out / SOURCE).exists():
         raise ConfigError(f"--out {out} is not an empty folder: choose another one")
     check_sandbox(unsafe)
     StudyFolder(out).make()
+    remove_parts(out)  # of a start that was killed, or whose plan was not run
     repo = SubjectRepo.create(out, subject, unsafe=unsafe)
-    conduct(out, slots, asked, replace(question, **repo.rules), unsafe=unsafe)
+    question = replace(question, **repo.rules)
+    if asked_for.form == "diagnose":
+        conduct(out, slots, asked, question, unsafe=unsafe)
+        return
+    if asked_for.equal == "episodes":  # The usual amount: that of the subject is the more special one.
+        asked_for = asked_for.model_copy(update={"equal": question.equal})
+    question = replace(question, equal=asked_for.equal)
+    plan = planned(question, asked_for, levels, repo, knobs_of(tuned))
+    study = Study.from_json(plan["study"])
+    if servers.server:
+        check_arms(study)
+    page = plan_page(study)
+    write_plan(out, study, page)
+    typer.echo(page)
+    if not yes and not (sys.stdin.isatty() and typer.confirm("Run this plan?")):
+        raise ConfigError("nothing was run: start again with --yes to run this plan, or ask with other words")
+    conduct(out, slots, asked, question, plan, unsafe=unsafe)
+
+
+def write_plan(folder: Path, study: Study, page: str) -> None:
+    """Writes the plan of a campaign that has not begun, in place of an earlier one."""
+    from agentjet.research.journal import StudyFolder
+
+    for name in (STUDY, "plan.md"):
+        (folder / name).unlink(missing_ok=True)
+    StudyFolder(folder).write(study, page)
 
 
 ADD = typer.Option("--add", metavar="20runs|12h", help="Full runs or hours, in the unit of the campaign's budget.")
@@ -588,17 +624,6 @@ def check_sandbox(unsafe: bool) -> None:
         raise ConfigError(f"a campaign runs code that nobody has read: {reason}; or run it with your rights (--unsafe)")
 
 
-def check_topic(topic: str, is_read: bool) -> None:
-    """Raises `ConfigError` for an empty topic, and for one in another script if no language model reads it."""
-    from agentjet.research.campaign.campaign import OFFLINE
-
-    letters = [character for character in topic if character.isalpha()]
-    if not topic.strip():
-        raise ConfigError("--topic is empty: give the question, such as 'why does it not learn?'")
-    if not is_read and 2 * sum(map(str.isascii, letters)) < len(letters):
-        raise ConfigError(f"--topic {topic!r}: {OFFLINE} Give an English title, or a language model (--llm)")
-
-
 def resume(folder: CampaignFolder, servers: Servers, proposers: Proposers, unsafe: Unsafe = False) -> None:
     """Continue a campaign that was interrupted or killed. Give the options of servers and language models again."""
     check_continues(folder)
@@ -611,6 +636,7 @@ def conduct(
     slots: Sequence[ServerSlot],
     proposers: Sequence[Proposer],
     question: Question | None = None,
+    plan: Mapping[str, Any] | None = None,
     *,
     unsafe: bool,
 ) -> None:
@@ -618,7 +644,6 @@ def conduct(
     from agentjet.client.threads import raise_on_signals
     from agentjet.research.campaign.campaign import Campaign
     from agentjet.research.campaign.live import PAGE, LivePage
-    from agentjet.research.campaign.report import build
     from agentjet.research.campaign.runs import Question
     from agentjet.research.campaign.strategist import Strategist
     from agentjet.research.campaign.subject_repo import SubjectRepo
@@ -651,8 +676,9 @@ def conduct(
             else:
                 check_sandbox(unsafe)
                 typer.echo(f"What happens stands in {folder / PAGE}.")
-            campaign = Campaign(asked, notebook, repo, runner, [*proposers, Strategist()], limits=limits)
-            with LivePage(notebook, runner.running, lambda text: repo.as_given(text)):
+            asking = [*proposers, Strategist()]
+            campaign = Campaign(asked, notebook, repo, runner, asking, limits=limits, planned=plan)
+            with LivePage(notebook, runner.running, repo.as_given):
                 ending = campaign.run()
     except ConfigError as error:
         raise ConfigError(repo.as_given(str(error))) from None
@@ -665,8 +691,7 @@ def conduct(
         raise ConfigError(
             f"{folder}: no run of the subject has a score: mend the subject, and start with another --out"
         )
-    for written in build(folder):
-        typer.echo(f"The report is {written}.")
+    report(folder)
 
 
 def line_of(entry: JournalEntry) -> str:

@@ -164,6 +164,8 @@ class JobConfig(Section):
     """Sampling temperature of calls that do not set one."""
     max_tokens: Int64 = Field(256, ge=1)
     """Maximum completion length, in tokens, of calls that do not set one."""
+    max_turns: int = Field(0, ge=0, le=1_000_000)
+    """Maximum turns of an episode, which are its trained answers. Agents end at `episode.max_turns`. 0: no limit."""
     images: Literal["refuse", "omit"] = "refuse"
     """Images, documents, audio and video in requests, which the policy cannot read. `refuse`: the request is refused.
     `omit`: a text replaces each one, and the episode counts the requests."""

@@ -526,9 +526,9 @@ class ActiveCall:
             asked.add(other.request.fingerprint)
         if turns >= most and not is_retry(self.request):
             raise InvalidRequest(
-                f"The episode has its {most} turns, the maximum that the recipe {self._episodes.job.recipe.name!r} has "
-                "chosen for it: end the agent's loop after episode.max_turns answers (AGENTJET_MAX_TURNS), and finish "
-                "with the reward.",
+                f"The episode has its {most} turns, the maximum of job.max_turns or of the recipe "
+                f"{self._episodes.job.recipe.name!r}: end the agent's loop after episode.max_turns answers "
+                "(AGENTJET_MAX_TURNS), and finish with the reward.",
                 code="turn_limit",
             )
 

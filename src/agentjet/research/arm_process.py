@@ -67,6 +67,8 @@ class ArmOrder(Record):
     num_tasks: int = 0
     task_order: str = ""
     """Number and order of the training tasks: see `models.chosen_tasks`."""
+    deployed: str = ""
+    """Plays the held-out tasks. Empty: the agent does."""
 
 
 class ArmFailed(AgentJetError):
@@ -83,16 +85,20 @@ class ArmProcess:
     order: ArmOrder
     swarm: AsyncSwarm
     agent: Agent
+    deployed: Agent
     tasks: list[Task]
 
     @classmethod
     def load(cls, order: ArmOrder, swarm: AsyncSwarm) -> ArmProcess:
         """Raises `ConfigError` for code that cannot be loaded."""
         agent = reaching(order.address.url, load_agent(order.agent, option="agent"))
+        deployed = agent
+        if order.deployed:
+            deployed = reaching(order.address.url, load_agent(order.deployed, option="deployed"))
         tasks = chosen_tasks(load_tasks(order.tasks, option="tasks"), order.num_tasks, order.task_order)
         if order.reward:
             agent = paid_by(load_function(order.reward, option="reward"), agent, swarm)
-        return cls(order, swarm, agent, tasks)
+        return cls(order, swarm, agent, deployed, tasks)
 
     def described(self) -> dict[str, Any]:
         """The training tasks as JSON; a payload that is not JSON is described by its text."""
@@ -113,7 +119,7 @@ class ArmProcess:
     async def play(self, tasks: Sequence[Mapping[str, Any]], repeats: int, version: int, seed: int) -> dict[str, Any]:
         """Plays tasks as deployed. The reward that the agent returns is not used."""
         report = await self.swarm.evaluate(
-            self.agent,
+            self.deployed,
             [Task(**task) for task in tasks],
             repeats=repeats,
             concurrency=self.order.concurrency,

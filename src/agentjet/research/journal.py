@@ -16,8 +16,8 @@ import os
 import shlex
 import sqlite3
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -257,6 +257,20 @@ class StudyLog(StudyJournal):
                 raise ConfigError(f"journal entry of kind {entry.kind!r}: written by another version; use that one")
 
 
+@contextmanager
+def copied(file: Path | None) -> Iterator[StudyLog]:
+    """A log that begins empty and whose entries are written to the file, unless it has them: who conducts a study again
+    passes all of its steps again.
+    """
+    with StudyJournal(file) as journal:
+
+        def copy(entry: JournalEntry) -> None:
+            if entry.number > len(journal.entries):
+                journal.entry(entry.kind, entry.content, entry.because, key=entry.key)
+
+        yield StudyLog(notify=copy)
+
+
 def read_log(file: Path) -> StudyLog:
     """Reads the log of a study, also while another process writes it. Empty without a file. Raises `ConfigError`."""
     if not file.exists():
@@ -427,6 +441,10 @@ class Notebook(StudyJournal):
             over is not None and over.content["score"] is None,
             f"{self.path}: no run of the subject has a score: mend the subject, and start with another --out",
         )
+        refuse(
+            over is not None and any(learned.content["verdict"] == "answered" for learned in self.of("learned")),
+            f"{self.path}: its study is complete: ask again with agentjet research start and another --out",
+        )
 
     def spending(self, until: float = math.inf) -> dict[str, float]:
         """Full runs and hours of work, those of proposers included, up to a time."""
@@ -463,7 +481,7 @@ class Notebook(StudyJournal):
             "tried": [
                 each.content["name"] for each in self.of("hypothesis", until=until) if each.content["commit"] in ran
             ],
-            "found": [each["meaning"] for each in learned if each["accepted"]],
+            "found": [each["meaning"] for each in learned if each["accepted"] or each["verdict"] == "answered"],
             "ruled out": [
                 each["meaning"] for each in learned if each["verdict"] in ("refuted", "practically_equivalent")
             ],

@@ -165,6 +165,8 @@ class Subject(Record):
     """Held-out tasks for scoring, named in the same way. They are never trained on."""
     evaluator: str = ""
     """Plays the held-out tasks; its mean reward is the score. Empty: the agent plays them."""
+    deployed: str = ""
+    """Plays the held-out tasks of a judged subject in place of the agent, as in a changed world."""
     agents: Mapping[str, str] = field(default_factory=dict)
     """By arm, the agents of arms that differ in code or in reward."""
     settings: Setting = field(default_factory=dict)
@@ -258,6 +260,7 @@ class Subject(Record):
             "models",
             "num_tasks",
             "task_order",
+            "deployed",
         )
         for noted in omitted:
             if not content[noted]:

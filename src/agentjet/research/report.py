@@ -35,7 +35,7 @@ from agentjet.research.diagnosis import MANY_FAILED, held_out_counts
 from agentjet.research.journal import StudyFolder, StudyLog, write_whole
 from agentjet.research.models import EXPECTED, Arm, Finding, Hypothesis, Outcome, Setting, Study, Trial, Value
 from agentjet.research.scheduler import DIRECTIONAL, Spending, estimate_cost
-from agentjet.research.statistics import largest_unseen_rate
+from agentjet.research.statistics import POWER, largest_unseen_rate, nominal_level, planned_power
 from agentjet.research.topic import answer
 from agentjet.types import beginning
 
@@ -598,8 +598,24 @@ def plan_page(study: Study) -> str:
     """The page of a study before its data."""
     log = StudyLog()
     log.open_study(study)
-    known = {"cost": estimate_cost(study), "warnings": [*batch_warnings(study)], "figures": {}}
+    known = {
+        "cost": estimate_cost(study),
+        "power": [*power_facts(study)],
+        "chance": POWER,
+        "warnings": [*batch_warnings(study)],
+        "figures": {},
+    }
     return markdown("study.md.jinja", {**gather(StudyView(log)), **known})
+
+
+def power_facts(study: Study) -> Iterator[Facts]:
+    """For the claims with equal weights, the smallest differences that the last look can be expected to decide."""
+    share = study.alpha / max(1, sum(claim.confirmatory for claim in study.hypotheses))
+    level, last = nominal_level(study.looks, 2 * share), study.looks[-1]
+    for weights in dict.fromkeys(tuple(sorted(claim.contrast.values())) for claim in study.hypotheses):
+        claims = [f"F{n}" for n, one in enumerate(study.hypotheses, 1) if sorted(one.contrast.values()) == [*weights]]
+        beyond, within = planned_power(weights, last, level, share)
+        yield {"claims": ", ".join(claims), "beyond": beyond, "within": within}
 
 
 def build(log: StudyLog, out: Path) -> Path:

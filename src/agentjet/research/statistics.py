@@ -193,6 +193,26 @@ def predictive_power(
     return float(final.sf(called) + final.cdf(-called) + final.cdf(room) - final.cdf(-room))
 
 
+POWER = 0.8
+
+
+def planned_power(
+    weights: Sequence[float], seeds: int, difference_level: float, equivalence_level: float
+) -> tuple[float, float]:
+    """Two distances in standard deviations over seeds, for arms that spread alike: with so many seeds, a contrast that
+    is the first one beyond the smallest effect of interest is called a difference with the chance `POWER`; and one of 0
+    is called equivalent with that chance if the smallest effect is the second one.
+    """
+    unit, degrees = math.sqrt(sum(weight**2 for weight in weights) / seeds), len(weights) * (seeds - 1)
+
+    def quantile(chance: float) -> float:
+        return float(special.stdtrit(degrees, chance))
+
+    beyond = quantile(1 - difference_level / 2) + quantile(POWER)
+    within = quantile(1 - equivalence_level) + quantile((1 + POWER) / 2)
+    return beyond * unit, within * unit
+
+
 def largest_unseen_rate(seeds: int, alpha: float = 0.05) -> float:
     """Highest rate of failing seeds that so many healthy seeds cannot exclude: 1 - alpha^(1/n), about 3/n."""
     return float(1 - alpha ** (1 / seeds))

@@ -296,7 +296,7 @@ class SwarmRunner:
 
     def launch(self, key: str, trial: Trial) -> None:
         """Queues a trial for the next free slot. Raises `ConfigError` for a setting that would have no effect."""
-        check_changes(trial.setting)
+        check_changes(of_server(trial.setting))
         (self._launches / key).mkdir(exist_ok=True)
         write_whole(self._launches / key / "trial.json", canonical(trial.to_json()))
         if self._threads:

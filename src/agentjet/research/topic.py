@@ -10,11 +10,12 @@ from __future__ import annotations
 import difflib
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
 from itertools import product
+from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
 import numpy as np
@@ -25,8 +26,6 @@ from agentjet.config.loader import check_model_name, parse_value
 from agentjet.errors import ConfigError, did_you_mean
 from agentjet.recipes import registry
 from agentjet.research.models import (
-    MEASURED,
-    OF_SUBJECT,
     Equal,
     Finding,
     Hypothesis,
@@ -38,7 +37,7 @@ from agentjet.research.models import (
     number_of,
     refuse,
 )
-from agentjet.research.plan import METRIC, PlanPart, Space, SpaceArm
+from agentjet.research.plan import METRIC, PlanPart
 
 Form = Literal["compare", "dose_response", "interaction", "scaling", "diagnose", "robustness", "trade_off"]
 LONGEST_TOPIC = 1000
@@ -71,7 +70,7 @@ class StudyQuestion(PlanPart):
     """By level of a factor that is code: the unified diff of the subject's files that makes it."""
     expects: str = ""
     refutes: str = ""
-    """What the author of the plan expects, and a result that would refute it. They decide nothing."""
+    """The expectation of the plan's author, and a result that would refute it. They decide nothing."""
 
     def reading(self) -> str:
         """Returns the sentence by which a person sees how the topic was read."""
@@ -162,7 +161,7 @@ EQUAL: Mapping[str, Equal] = {
     "token": "tokens",
     "episode": "episodes",
     "step": "steps",
-    **dict.fromkeys(("second", "time", "hour", "minute"), "seconds"),
+    **dict.fromkeys(("second", "time", "hour", "minute", "wall clock"), "seconds"),
 }
 
 
@@ -195,6 +194,9 @@ def read_topic(topic: str) -> StudyQuestion:
         raise ConfigError("the topic is empty: give the question, such as 'Does a KL penalty help?'")
     if len(topic) > LONGEST_TOPIC:
         raise ConfigError(f"the topic has {len(topic)} characters: give a question of at most {LONGEST_TOPIC}")
+    letters = [character for character in topic if character.isalpha()]
+    if 2 * sum(map(str.isascii, letters)) < len(letters):
+        raise ConfigError(f"the topic {topic!r} is not in English: translate it, or give a language model (--llm)")
     text = f" {' '.join(words)} "
     amount = _pattern("amounts").search(text)
     amounts = {EQUAL[next(filter(None, found.groups()))] for found in _pattern("amounts").finditer(text)}
@@ -207,14 +209,22 @@ def read_topic(topic: str) -> StudyQuestion:
     equal = next(iter(amounts), "episodes")
     form: Form = next((form for form in _table()["cues"] if _pattern("cues", form).search(text)), "compare")
     unread = list(dict.fromkeys(word for word in _unread(words, used, text) if word not in _fillers()))
-    if form == "robustness" and {one.factor.name for one in known} <= {"agent", "prompt", "steps"}:
+    if form == "robustness" and {one.factor.name for one in known} <= {"agent", "prompt", "steps", "tasks.order"}:
         known = [Read(factors()["world"], 0, 0)]
+    if form == "trade_off" and not known and "tokens" in _metrics(text, form, known):
+        known = [Read(factors()["job.recipe"], 0, 0, "alp")]
+    known += _choices_named(words, known, used)
     if form not in ("interaction", "scaling", "dose_response") or len(known) > 1:
         known = [one for one in known if not (one.is_time and form != "interaction")]
     if not known and form != "diagnose":
         raise ConfigError(_not_understood(topic, unread))
     if any(one.factor.name == "world" for one in known):  # Its policy is trained in any case.
         known = [one for one in known if one.factor.name not in ("steps", "agent", "prompt")]
+    if form not in ("diagnose", "interaction") and len(parts := _questions(topic)) > 1:
+        raise ConfigError(
+            f"the topic asks {len(parts)} questions, {' and '.join(map(repr, parts))}: ask one at a time; or ask if "
+            "the effect of one depends on the other"
+        )
     has_levels = form != "diagnose" and any(one.factor.ordered and one.level is None for one in known)
     if has_levels and (odd := ODD_NUMBER.search(topic.lower().replace("−", "-"))):
         raise ConfigError(
@@ -237,6 +247,22 @@ def read_topic(topic: str) -> StudyQuestion:
     return asked if form != "diagnose" else asked.model_copy(update={"metrics": ("score",), "needs": {}})
 
 
+CLAUSES = re.compile(
+    r"(?<!e\.g)(?<!i\.e)(?<!\bvs)[?.;!]\s+|,?\s+(?:and|then)\s+(?=(?:which|how|does|do|should|is|are|can|test|check|what|whether|if)\b)",
+    re.IGNORECASE,
+)
+
+
+def _questions(topic: str) -> list[str]:
+    """Returns the clauses of a topic that are about different things."""
+    found: list[tuple[str, set[str]]] = []
+    for clause in filter(None, CLAUSES.split(topic)):
+        names = {one.factor.name for one in _named(_words(clause))[0] if not one.is_time}
+        if names and not any(names & known for _, known in found):
+            found.append((clause.strip(" ?.;!"), names))
+    return [clause for clause, _ in found]
+
+
 @cache
 def _fillers() -> frozenset[str]:
     """Returns the words that change nothing in a topic once its factors, numbers and cues were found."""
@@ -254,9 +280,20 @@ ODD_NUMBER = re.compile(
 """Numbers with a unit, a power or a sign, and those that could be two."""
 
 
+POWERS = r"\b(?:in )?powers? of (?:two|2)\b|\b(?:repeatedly )?doubl(?:ing|ed)(?: repeatedly)?\b"
+RANGE = re.compile(r"\b(\d+) (?:up )?to (\d+)\b", re.ASCII)
+
+
+def _doubled(first: int, last: int) -> str:
+    """The numbers from one to another, each twice the one before."""
+    return " ".join(str(first * 2**power) for power in range(MOST_ARMS) if first * 2**power <= last)
+
+
 def _words(topic: str) -> list[str]:
     """Returns the words in lower case and in the singular."""
     plain = re.sub(r"(?<=[a-z])[-/](?=[a-z])", " ", topic.lower().replace("×", " x ").replace("'s", ""))
+    if re.search(POWERS, plain):
+        plain = RANGE.sub(lambda found: _doubled(int(found[1]), int(found[2])), re.sub(POWERS, "", plain))
     plain = re.sub(r"\b(?:job|model)\.(?:[a-z]+\.)*(?=[a-z])|_", " ", plain)
     plain = re.sub(r"-(?=\d+(?:\.\d+)?b\b)", " ", plain.replace("dr. ", "dr "))
     return [_stem(word) for word in WORD.findall(plain)]
@@ -264,6 +301,18 @@ def _words(topic: str) -> list[str]:
 
 def _stem(word: str) -> str:
     return word[:-1] if len(word) > 3 and word.endswith("s") and not word.endswith(("ss", "us", "is")) else word
+
+
+def _choices_named(words: Sequence[str], known: Sequence[Read], used: set[int]) -> list[Read]:
+    """Returns the levels among the words that are choices of the named settings, such as `k1` of an estimator."""
+    found = []
+    for one in {read.factor.name: read.factor for read in known if read.factor.name != "job.recipe"}.values():
+        choices = {str(level): level for level in one.levels if isinstance(level, str)}
+        for at, word in enumerate(words):
+            if at not in used and word in choices:
+                used.add(at)
+                found.append(Read(one, at, at, choices[word]))
+    return found
 
 
 @cache
@@ -389,6 +438,8 @@ def _varied(known: Sequence[Read], numbers: Sequence[tuple[str, int | float]], f
 def _compared(factor: Factor, own: list[Value], form: Form) -> tuple[Value, ...]:
     """Returns the named levels if there are several, in their order, else the usual ones."""
     usual = factor.levels
+    if form == "interaction" and all(isinstance(level, int | float) for level in usual):
+        usual = tuple(sorted(usual, key=_order))
     if factor.name == "job.recipe":
         return tuple(own)
     if len(own) > 1:
@@ -436,7 +487,7 @@ def _metrics(text: str, form: Form, known: Sequence[Read]) -> tuple[Metric, ...]
     found: list[Metric] = [name for name in _table()["metrics"] if _pattern("metrics", name).search(measured)]
     costs = [name for name in found if name != "score"]
     if form == "trade_off" and not costs:
-        costs = ["seconds" if any(one.factor.name == "max_turns" for one in known) else "tokens"]
+        costs = ["seconds" if any(one.factor.name == "job.max_turns" for one in known) else "tokens"]
     if costs and ("score" in found or form == "trade_off"):
         return "score", costs[0]
     return (costs[0] if costs else "score",)
@@ -486,23 +537,49 @@ def shown_level(level: Value) -> str:
 # ---- from a question to arms and claims ------------------------------------------------------------------------------
 
 
-def space_of(question: StudyQuestion, given: Mapping[str, Sequence[Value]], subject: Subject) -> Space:
-    """Returns the arms and claims by which a question is answered. `given` are levels by factor, which replace those of
-    the question. Raises `ConfigError` if a person must give something first, and for a question that no study answers.
+@dataclass(frozen=True)
+class PlannedArm:
+    """One side of a comparison."""
+
+    changes: Setting
+    """Settings, and those of `OF_SUBJECT`."""
+    keys: Mapping[str, str] = field(default_factory=dict)
+    """Keys of subject.toml: see `KEY_OF`."""
+    patch: str = ""
+    """A unified diff of the subject's files."""
+
+
+MOST_ARMS = 12
+SIZES = ("job.group_size", "job.batch_size")
+GIVEN = "given"
+"""Level of a factor that is code: the subject's own."""
+KEY_OF = {"agent": "agent", "prompt": "agent", "reward": "reward", "world": "deployed", "tasks.filter": "tasks"}
+"""Factors whose levels are files, with the key of subject.toml that names them."""
+ALIASES = ("own_recipe",)
+"""Needs that are levels of another factor."""
+METRICS_IN_WORDS: Mapping[Metric, str] = {
+    "score": METRIC,
+    "tokens": "tokens of an answer in training, at the end of a run",
+    "seconds": "seconds of training",
+}
+
+
+def arms_of(
+    question: StudyQuestion, given: Mapping[str, Sequence[Value]], subject: Subject, num_tasks: Callable[[], int]
+) -> tuple[dict[str, PlannedArm], tuple[Hypothesis, ...]]:
+    """Returns the arms by name, and the claims by which a question is answered. `given` are levels by factor, which
+    replace those of the question. Raises `ConfigError` if a person must give something first.
     """
     topic, known = question.topic, {*(one.factor for one in question.varied), *question.needs}
     if unknown := sorted(given.keys() - known):
         raise ConfigError(f"--level {unknown[0]}: the question is about {', '.join(sorted(known)) or 'no factor'}")
-    if question.form in OTHER_WAYS:
-        raise ConfigError(f"{topic!r} {OTHER_WAYS[question.form]}")
-    if missing := [needs for name, needs in question.needs.items() if name not in given and name not in ALIASES]:
-        raise ConfigError(f"{topic!r} needs {missing[0]}")
-    if question.equal in MEASURED:
-        raise ConfigError(
-            f"{topic!r}: equal {question.equal} are measured in a campaign only (equal = {question.equal!r} in "
-            "subject.toml, agentjet research start); studies compare at equal episodes or steps"
-        )
-    levels = {one.factor: _levels(one, given, question, subject) for one in question.varied}
+    levels: dict[str, tuple[Value, ...]] = {}
+    for one in question.varied:
+        if one.factor in question.needs and one.factor not in given and not question.patches.keys() & {*one.levels}:
+            raise ConfigError(f"{topic!r} needs {question.needs[one.factor]}")
+        levels[one.factor] = _levels(one, given, question, num_tasks)
+    if missing := [name for name in question.needs if name not in (*given, *levels, *ALIASES)]:
+        raise ConfigError(f"{topic!r} needs {question.needs[missing[0]]}")
     if question.equal == "episodes" and levels.keys() == {*SIZES}:
         del levels["job.batch_size"]  # It follows from the size of a group.
     if question.form == "interaction":  # The ends of each.
@@ -514,52 +591,32 @@ def space_of(question: StudyQuestion, given: Mapping[str, Sequence[Value]], subj
     if len({*names}) < len(names):
         names = [f"{name[:36]} {number}" for number, name in enumerate(names, 1)]
     arms = {name: _arm(one, question, given, subject) for name, one in zip(names, chosen, strict=True)}
-    claims = tuple(_claims(question, names, chosen))
-    return Space(arms=arms, hypotheses=claims, metric=METRICS_IN_WORDS[question.metrics[0]])
+    return arms, tuple(_claims(question, names, chosen))
 
 
-OTHER_WAYS: Mapping[Form, str] = {
-    "diagnose": "asks for causes: agentjet research start finds and mends them",
-    "robustness": "asks about one trained policy in changed worlds: train it, and evaluate it in each (agentjet eval)",
-}
-METRICS_IN_WORDS: Mapping[Metric, str] = {
-    "score": METRIC,
-    "tokens": "tokens of an answer in training, at the end of a run",
-    "seconds": "seconds of training",
-}
-MOST_ARMS = 12
-CODE = ("agent", "prompt", "reward")
-"""Factors whose levels are agents."""
-SIZES = ("job.group_size", "job.batch_size")
-ALIASES = ("own_recipe",)
-"""Needs that are levels of another factor."""
-
-
-def given_levels(options: Sequence[str]) -> dict[str, list[Value]]:
-    """Reads levels that are given as `FACTOR=VALUE`. Raises `ConfigError`."""
+def given_levels(options: Sequence[str], named: str = "--level") -> dict[str, list[Value]]:
+    """Reads levels that are given as `FACTOR=VALUE` by the option `named`. Raises `ConfigError`."""
     found: dict[str, list[Value]] = {}
     for option in options:
         name, equals, text = option.partition("=")
-        refuse(not equals or not text, f"--level {option}: give FACTOR=VALUE, such as steps=80")
+        refuse(not equals or not text, f"{named} {option}: give FACTOR=VALUE, such as steps=80")
         if name not in factors():
             raise ConfigError(
-                f"--level {option}: {did_you_mean(name, factors(), 'there is no such factor', separator='.')}"
+                f"{named} {option}: {did_you_mean(name, factors(), 'there is no such factor', separator='.')}"
             )
         found.setdefault(name, []).append(parse_value(text))
     return found
 
 
 def _levels(
-    one: Varied, given: Mapping[str, Sequence[Value]], question: StudyQuestion, subject: Subject
+    one: Varied, given: Mapping[str, Sequence[Value]], question: StudyQuestion, num_tasks: Callable[[], int]
 ) -> tuple[Value, ...]:
     """Returns the levels of a factor that are compared, in their order."""
     name, own = one.factor, tuple(given.get(one.factor, one.levels))
     if name in given and len(one.levels) == 1:
         own = (*one.levels, *own)
-    if not name.startswith(("job.", "model.lora.")) and name not in (*CODE, *OF_SUBJECT):
-        raise ConfigError(
-            f"{question.topic!r}: arms of a study cannot differ in {name} yet: compare separate runs by hand"
-        )
+    if (name in KEY_OF or name == "warm_start") and (len({*own}) == 1 or name == "world"):
+        own = (GIVEN, *own)
     own = tuple(dict.fromkeys(own))
     refuse(len(own) < 2, f"{name}: two levels or more are compared: --level {name}=VALUE, two or more times")
     if "easy_first" in own or "hard_first" in own:
@@ -567,11 +624,12 @@ def _levels(
             f"{question.topic!r} needs the key of the payloads by whose numbers tasks are sorted: "
             "--level tasks.order=shuffled --level tasks.order=KEY (-KEY: downwards)"
         )
-    if name == "model":
-        for model in own:
-            check_model_name(str(model), "--level model")
+    if name in ("model", "warm_start"):
+        for model in {*own} - {GIVEN}:
+            check_model_name(str(model), f"--level {name}")
+        own = tuple(str(Path(str(model)).resolve()) if Path(str(model)).is_dir() else model for model in own)
     if name == "tasks.number":
-        own = tuple(_number_of_tasks(level, subject) for level in own)
+        own = tuple(_number_of_tasks(level, num_tasks()) for level in own)
     is_ordered = question.form in ("dose_response", "scaling") and all(isinstance(level, int | float) for level in own)
     return tuple(sorted(own, key=_order)) if is_ordered else own
 
@@ -581,12 +639,18 @@ def _arm_name(levels: Setting) -> str:
     return re.sub(r"[^\w .+-]+", "-", text)[:40].strip()
 
 
-def _arm(levels: Setting, question: StudyQuestion, given: Mapping[str, Sequence[Value]], subject: Subject) -> SpaceArm:
+def _arm(
+    levels: Setting, question: StudyQuestion, given: Mapping[str, Sequence[Value]], subject: Subject
+) -> PlannedArm:
     """Returns an arm with one level of each factor. With equal episodes a larger group means fewer groups
     in a batch, and larger batches mean fewer of them.
     """
-    changes = {"job.recipe.name" if name == "job.recipe" else name: level for name, level in levels.items()}
-    agent = next((str(changes.pop(name)) for name in CODE if name in changes), "")
+    own = {name: levels[name] for name in levels if name in KEY_OF and levels[name] != GIVEN}
+    patches = [question.patches[str(level)] for level in own.values() if level in question.patches]
+    keys = {KEY_OF[name]: str(level) for name, level in own.items() if level not in question.patches}
+    changes = {NAMED_AS.get(name, name): level for name, level in levels.items() if name not in KEY_OF}
+    if changes.get("model") == GIVEN:
+        del changes["model"]
     if changes.get("job.recipe.name") == "distill":
         changes["job.recipe.teacher"] = given["teacher"][0]
     if question.equal == "episodes" and len(sized := [name for name in SIZES if name in changes]) == 1:
@@ -601,12 +665,16 @@ def _arm(levels: Setting, question: StudyQuestion, given: Mapping[str, Sequence[
             size < 1 or every % size > 0, f"{name} = {size}: {every} is no multiple of it, so {follows} cannot follow"
         )
         changes[follows] = every // size
-    return SpaceArm(changes=changes, agent=agent)
+    return PlannedArm(changes=changes, keys=keys, patch="\n".join(patches))
 
 
-def _number_of_tasks(level: Value, subject: Subject) -> int:
+NAMED_AS = {"job.recipe": "job.recipe.name", "warm_start": "model"}
+"""Factors whose name is not that of their setting."""
+
+
+def _number_of_tasks(level: Value, every: int) -> int:
     """Returns the number of tasks of a level: a number, `all`, or a share such as `1/4`."""
-    every, text = len(subject.training_tasks()), str(level)
+    text = str(level)
     if text == "all":
         return every
     number = every // int(text[2:]) if re.fullmatch(r"1/[1-9]\d*", text) else int(text) if text.isdigit() else 0

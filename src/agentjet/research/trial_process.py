@@ -562,6 +562,7 @@ async def carry_out(order: TrialOrder) -> None:
         order.unsafe,
         subject.num_tasks,
         subject.task_order,
+        subject.deployed,
     )
     async with AsyncSwarm(order.address.url, order.address.token) as swarm:
         try:

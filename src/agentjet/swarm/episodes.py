@@ -174,7 +174,7 @@ class SwarmState(Store):
                 code_version=request.code_version,
                 at_version=request.at_version,
                 temperature=request.temperature if joined is None else joined.temperature,
-                max_turns=0 if joined is None else joined.max_turns,
+                max_turns=self.job.max_turns if joined is None else joined.max_turns,
                 task_mean=None if joined is None else joined.task_mean,
                 instance_id=request.instance_id,
                 seed=request.seed,

@@ -140,7 +140,7 @@ class GroupRules:
         question. Raises like `RolloutQuestion.answer`.
         """
         job, task = self._store.job, self._store.journal.task(request.task_set, request.task_id)
-        default = Rollout(job.group_size, job.temperature)
+        default = Rollout(job.group_size, job.temperature, job.max_turns)
         known = replace(task, last_step=self._store.last_step)
         question = RolloutQuestion(job.recipe, known, default, self._store.policy_version)
         if answered is not None and answered.question == question:

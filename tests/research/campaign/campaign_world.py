@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from agentjet.research.campaign.strategist import Intervention
-from agentjet.research.models import Outcome, Refused, Transcript, canonical
+from agentjet.research.models import Outcome, Refused, Subject, Transcript, canonical
 from agentjet.research.swarm_runner import ServerUnavailable
 from tests.research.world import Launches
 
@@ -44,6 +44,12 @@ class Commits:
 
     def settings(self, commit: str) -> dict[str, Any]:
         return self._settings[commit]
+
+    def described(self, commit: str) -> Subject:
+        return Subject("tiny", "agent.py:agent", "tasks.jsonl", "x", "j.py:score", settings=self._settings[commit])
+
+    def num_tasks(self) -> int:
+        return 32
 
     def files(self, commit: str) -> Mapping[str, str]:
         return {"subject.toml": f'agent = "agent.py:agent"\n# {canonical(self._settings[commit])}\n'}
@@ -87,7 +93,7 @@ class FormulaRunner(Launches):
         if self.lost:
             self.lost -= 1
             return Outcome(trial.id, "infra_failed", note="the server died")
-        settings = self.commits.settings(trial.arm)
+        settings = {**self.commits.settings(trial.arm), **trial.setting}
         found = self.formula(settings)
         rng = np.random.default_rng([trial.seed, *trial.arm.encode()])
         score = float(found["score"] + self.noise * rng.normal())

@@ -234,16 +234,16 @@ def test_arms_learn_from_equal_amounts(equal: Any, signal: str, tmp_path: Path) 
         def collect(self, key: str) -> Outcome:
             run, trial = super().collect(key), self.launched[key]
             each = 200.0 if self.commits.settings(trial.arm)["job.max_tokens"] == 40 else 100.0
-            steps = int(trial.setting.get("job.max_steps", 6)) if trial.fidelity == 1 else 2
+            steps = int(trial.setting.get("steps", 6)) if trial.fidelity == 1 else 2
             return replace(run, signals={**run.signals, signal: (each,) * steps})
 
     runner = Counting(Commits())
     done, entries = campaign(tmp_path, runner, replace(QUESTION, equal=equal))
     assert done["accepted"] == ["longer answers"]
     study = next(entry.content["study"] for entry in entries if entry.kind == "study")
-    assert [arm["changes"] for arm in study["arms"]] == [{}, {"job.max_steps": 3}]
+    assert [arm["changes"] for arm in study["arms"]] == [{}, {"steps": 3}]
     full = [trial for trial in runner.launched.values() if trial.arm == done["base"] and trial.fidelity == 1]
-    assert full and all(trial.setting == {"job.max_steps": 3} for trial in full)
+    assert full and all(trial.setting == {"steps": 3} for trial in full)
 
 
 def test_the_topic_is_a_title_without_a_model(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from agentjet.errors import ConfigError
 from agentjet.research.arm_process import ArmFailed, ArmOrder
 from agentjet.research.campaign.strategist import Intervention
 from agentjet.research.campaign.subject_repo import SubjectRepo, read_subject
-from agentjet.research.models import Refused
+from agentjet.research.models import Refused, Trial
 from agentjet.types import Task
 from tests.research.campaign.subjects import AGENT, JUDGE, SUBJECT, WORDS, write_subject
 
@@ -62,6 +62,22 @@ def test_the_copy_is_the_campaigns(repo: SubjectRepo, tmp_path: Path) -> None:
     subject = repo.subject(repo.first)
     assert subject.held_out == str(tmp_path / "campaign" / "judge" / "held_out.jsonl") and subject.judged
     assert subject.agent == str(tmp_path / "campaign" / "arms" / repo.first / "agent.py:agent")
+
+
+def test_a_person_may_name_other_files_for_an_arm(repo: SubjectRepo) -> None:
+    """The rule by which proposals cannot change what the judge plays holds for other commits."""
+    arm = repo.arm(repo.first, "noise", keys={"deployed": "words.py:agent"})
+    assert repo.subject(arm).deployed.endswith(f"{arm}/words.py:agent") and repo.subject(repo.first).deployed == ""
+    trial = Trial("s", arm, {"steps": 3, "tasks.number": 1, "job.temperature": 0.5}, 1, "confirm")
+    assert (repo.subject_of(trial).steps, repo.subject_of(trial).num_tasks) == (3, 1)
+    assert repo.num_tasks() == 1
+    with pytest.raises(Refused, match=r"there is no file 'none\.py'"):
+        repo.arm(repo.first, "missing", keys={"agent": "none.py:agent"})
+    text = (repo.worktree(repo.first) / "subject.toml").read_text()
+    with pytest.raises(Refused, match=r"deployed = 'words\.py:agent': it is the judge's"):
+        repo.commit(
+            repo.first, patch("subject.toml", text, text.replace('deployed = ""', 'deployed = "words.py:agent"'))
+        )
 
 
 def test_a_commit_is_a_function_of_its_base_and_its_change(repo: SubjectRepo, tmp_path: Path) -> None:

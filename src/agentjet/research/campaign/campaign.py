@@ -1,5 +1,7 @@
 """`Campaign`: observe, propose, screen, confirm, learn and follow up, until the budget or the ideas are spent.
 
+If its topic was planned as a study (`campaign.asked`), it observes the subject once, conducts that study, and ends.
+
 Every decision is a function of the notebook: a resumed campaign runs again over its entries, and makes only what they
 lack.
 
@@ -16,10 +18,11 @@ import math
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib.resources import files as package_files
 from itertools import count
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -48,7 +51,7 @@ from agentjet.research.campaign.strategist import (
 )
 from agentjet.research.campaign.subject_repo import SubjectRepo
 from agentjet.research.diagnosis import toml_of
-from agentjet.research.journal import JournalEntry, Notebook, StudyLog, proposer_of, stored
+from agentjet.research.journal import JournalEntry, Notebook, copied, proposer_of, stored, write_whole
 from agentjet.research.models import (
     MEASURED,
     Arm,
@@ -62,8 +65,9 @@ from agentjet.research.models import (
     shortened,
 )
 from agentjet.research.report import StudyView
-from agentjet.research.scheduler import DIRECTIONAL, TrialLauncher, TrialRunner, conduct
+from agentjet.research.scheduler import DIRECTIONAL, TrialLauncher, TrialRunner, conduct, estimate_cost
 from agentjet.research.statistics import variance
+from agentjet.research.topic import answer
 
 # ---- the campaign ----------------------------------------------------------------------------------------------------
 
@@ -141,10 +145,13 @@ class Campaign:
         clock: Clock = time,
         tell: Callable[[str], None] = print,
         limits: Sequence[str] = (),
+        planned: Mapping[str, Any] | None = None,
     ) -> None:
         """`runner` gets trials whose arms are commits. `tell` gets a line for each wait for a server or a disk.
-        `limits` are sentences about what this machine cannot guarantee.
+        `limits` are sentences about what this machine cannot guarantee. `planned` is the study of the topic: see
+        `asked.planned`; the notebook of a begun campaign has it.
         """
+        self._planned = planned
         self.question, self.notebook, self.repo = question, notebook, repo
         self.proposers, self.limits = proposers, limits
         self.runs = CampaignRuns(question, notebook, runner, clock, tell)
@@ -168,18 +175,66 @@ class Campaign:
         """
         if ended := self.notebook.over():
             return ended.content
-        self._start()
+        planned = self._start().get("planned")
         try:
             first = self.runs.observe([self.repo.first], seed_of(self.question, 0), "the subject", [1])[0]
             while first.run.score is None:
                 self.runs.end(f"the subject cannot run: {first.run.note}", "first run")
             self.position, last = Position(first, first), ROUNDS
+            if planned is not None:
+                self._answer(planned, first)
             for number in count(1):
                 while number > last:
                     last += ROUNDS * self.runs.end(f"{last} rounds are done", f"round {number}")
                 self.position = self._round(number, self.position)
         except Ending as ending:
             return ending.args[0]
+
+    def _answer(self, planned: Mapping[str, Any], first: RunObservation) -> None:
+        """Conducts the study of the topic. Raises `Ending`."""
+        while broken := [sign.seen for sign in signs(first.run) if sign.cause in BROKEN]:
+            self.runs.end(broken[0], "first run")
+        study, commits = Study.from_json(planned["study"]), planned["commits"]
+        own = [arm.changes for arm in study.arms]
+        if self.question.equal in MEASURED:
+            named = [commits[arm.name] for arm in study.arms]
+            what = f"how many {self.question.equal} an arm uses"
+            self.runs.observe(named, seed_of(self.question, 0), what, [first.entry], SHORT, own)
+        arms = tuple(replace(arm, changes=self.runs.setting(commits[arm.name], arm.changes)) for arm in study.arms)
+        self.studies += 1
+        study = replace(study, arms=arms, alpha=self.question.alpha_of(self.studies))
+        cost = estimate_cost(study)
+        while (left := self.runs.left()) < cost.least:
+            needs = f"the study needs {cost.least:.1f} full runs at least, and the budget pays for {left:.1f} more"
+            self.runs.end(needs, "study of the topic")
+        study = replace(study, budget=round(min(left, cost.most), 6))
+        content = {"study": study.to_json(), "name": study.topic, "commits": commits}
+        plan = json.dumps(content["study"], indent=2, ensure_ascii=False)
+        self.runs.patiently(partial(write_whole, self.notebook.path / "study.json", f"{plan}\n"))
+        entry, key = self.runs.note("study", content, f"study {study.id}", [first.entry]), f"learned {study.id}"
+        learned = self._learned(key, [entry.number], lambda: self._answered(study, commits))
+        undecided = sum(one["verdict"] == "inconclusive" for one in learned["findings"])
+        text = f"{undecided} of {len(study.hypotheses)} claims stay open" if undecided else "all claims are decided"
+        while True:
+            self.runs.end(text, "answer")
+
+    def _answered(self, study: Study, commits: Mapping[str, str]) -> dict[str, Any]:
+        findings, content = self._conduct(study, commits, file=self.notebook.path / "study.sqlite")
+        said = " ".join(answer(study, {one.hypothesis: one for one in findings}))
+        found = {"findings": [one.to_json() for one in findings], "verdict": "answered", "accepted": False}
+        return {"name": study.topic, "meaning": said, **found, **content}
+
+    def _learned(self, key: str, because: Sequence[int], learn: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """The content of the entry about a study, which is conducted if the notebook lacks it. Spends its costs."""
+        known = self.runs.known(key)
+        for within in self.notebook.entries[because[0] : known.number] if known else ():
+            self.runs.apply(within)
+        content: dict[str, Any] = (known or self.runs.note("learned", learn(), key, because)).content
+        if known and (probed := content.get("probed")):
+            self.runs.probes += probed["number"]
+            self.runs.spend(probed["runs"], probed["hours"])
+        self.runs.spend(content["spent"], content["hours"])
+        return content
 
     # ---- the steps of a round ----------------------------------------------------------------------------------------
 
@@ -369,23 +424,13 @@ class Campaign:
         content = {"study": study.to_json(), "name": name, "commit": found.candidate.commit}
         because = [found.candidate.entry, found.seen.entry, position.base.entry]
         entry, key = self.runs.note("study", content, f"study {study.id}", because), f"learned {study.id}"
-        known = self.runs.known(key)
-        if known:
-            for within in self.notebook.entries[entry.number : known.number]:
-                self.runs.apply(within)
-        learned = known or self.runs.note(
-            "learned", self._conduct(study, found.candidate.intervention), key, [entry.number]
-        )
-        if known and (probed := known.content.get("probed")):
-            self.runs.probes += probed["number"]
-            self.runs.spend(probed["runs"], probed["hours"])
-        self.runs.spend(learned.content["spent"], learned.content["hours"])
+        learned = self._learned(key, [entry.number], lambda: self._compared(study, found.candidate.intervention))
         for arm in study.arms:
-            self.scores.setdefault(arm.code, []).append(learned.content["outcomes"][arm.name])
-        accepted: bool = learned.content["accepted"]
+            self.scores.setdefault(arm.code, []).append(learned["outcomes"][arm.name])
+        accepted: bool = learned["accepted"]
         if accepted:
             follow = {"base": found.candidate.commit, "reason": f"{name} is confirmed; the next changes build on it"}
-            self.runs.note("followed", follow, f"followed {study.id}", [learned.number])
+            self.runs.note("followed", follow, f"followed {study.id}", [entry.number])
         else:
             self.failures[name] = FAILURES
         return accepted
@@ -410,16 +455,32 @@ class Campaign:
             spread=spread_of(self.scores.get(position.base.commit, ())),
         )
 
-    def _conduct(self, study: Study, made: Intervention) -> dict[str, Any]:
-        begun, before, number = self.runs.working_time(), dict(self.runs.spent), self.runs.probes
+    def _compared(self, study: Study, made: Intervention) -> dict[str, Any]:
         commits = {arm.name: arm.code for arm in study.arms}
-        names = {"base": "", "changed": made.name}
+        [finding], content = self._conduct(study, commits, {"base": "", "changed": made.name})
+        return {
+            "name": made.name,
+            "finding": finding.to_json(),
+            "verdict": finding.verdict,
+            "accepted": finding.verdict == "supported",
+            "meaning": meaning(made, finding, content["starts"]),
+            **content,
+        }
 
-        def conducted() -> tuple[list[Finding], TrialLauncher]:
+    def _conduct(
+        self, study: Study, commits: Mapping[str, str], names: Mapping[str, str] = {}, file: Path | None = None
+    ) -> tuple[list[Finding], dict[str, Any]]:
+        """The findings, and what the runs of the study add up to. The log of the study is written to the `file`.
+        `names` are those of arms that people veto, if these are others.
+        """
+        begun, before, number = self.runs.working_time(), dict(self.runs.spent), self.runs.probes
+
+        def act() -> tuple[list[Finding], TrialLauncher]:
             runner = StudyRuns(self.runs, names)
-            return conduct(study, StudyLog(), runner, commits, runner.vetoed)
+            with copied(file) as log:
+                return conduct(study, log, runner, commits, runner.vetoed)
 
-        [finding], launcher = self.runs.patiently(conducted)
+        findings, launcher = self.runs.patiently(act)
         assert isinstance(launcher.runner, StudyRuns)
         view = StudyView(launcher.log)
         probed = {name: self.runs.spent[name] - before[name] for name in before}
@@ -429,12 +490,7 @@ class Campaign:
             drawn[trial.arm] += [each.curve for each in ended if each.score is not None and each.curve]
         starts = {arm: [curve[0] for curve in every] for arm, every in drawn.items()}
         signals = [outcome.signals for of_trial in launcher.log.outcomes.values() for outcome in of_trial]
-        return {
-            "name": made.name,
-            "finding": finding.to_json(),
-            "verdict": finding.verdict,
-            "accepted": finding.verdict == "supported",
-            "meaning": meaning(made, finding, starts),
+        return findings, {
             "starts": starts,
             "last_rises": {
                 arm: [curve[-1] - curve[-2] for curve in every if len(curve) > 2] for arm, every in drawn.items()
@@ -469,15 +525,17 @@ class Campaign:
 
     # ---- the notebook ------------------------------------------------------------------------------------------------
 
-    def _start(self) -> None:
+    def _start(self) -> dict[str, Any]:
+        """The content of the first entry."""
         content = {
             "question": stored(self.question.to_json()),
             "first": self.repo.first,
             "asks": OFFLINE if len(self.proposers) == 1 else self.question.topic,
             "limits": list(self.limits),
             "rules": rules(),
+            **({"planned": self._planned, "asks": self._planned["study"]["reading"]} if self._planned else {}),
         }
-        found = self.runs.note("started", content, "started").content
+        found: dict[str, Any] = self.runs.note("started", content, "started").content
         for name in ("question", "first"):
             if found[name] != content[name]:
                 raise ConfigError(
@@ -497,6 +555,7 @@ class Campaign:
         if changed := self.repo.changed_outside():
             text = f"files of the subject changed since the start ({', '.join(changed)}); the campaign uses its copy"
             self.runs.note("edited", {"meaning": text}, "edited")
+        return found
 
     def _note_refusal(self, key: str, asked: object, reason: str, entry: int) -> None:
         content = {"asked": as_text(asked), "reason": as_text(reason)}

@@ -77,6 +77,8 @@ class LivePage:
 def standing(notebook: Notebook, running: Sequence[RunningTrial] = ()) -> dict[str, Any]:
     """The facts of the page."""
     names = {entry.content["commit"]: entry.content["name"] for entry in notebook.of("hypothesis")}
+    for study in notebook.of("study"):
+        names |= {commit: name for name, commit in study.content.get("commits", {}).items()}
     studies = {entry.key.removeprefix("study "): entry.content["name"] for entry in notebook.of("study")}
     started = notebook.known("started")
     return {
@@ -85,7 +87,12 @@ def standing(notebook: Notebook, running: Sequence[RunningTrial] = ()) -> dict[s
         "written": utc(time.time()),
         "running": [
             {
-                "what": names.get(trial.arm, "the subject as given"),
+                "what": ", ".join(
+                    [
+                        names.get(trial.arm, "the subject as given"),
+                        *(f"{key} = {value}" for key, value in trial.setting.items()),
+                    ]
+                ),
                 "why": f"study of {studies[trial.study]}" if trial.study in studies else "observation",
                 "share": trial.fidelity,
                 "slot": slot,
@@ -116,7 +123,7 @@ def rounds(notebook: Notebook) -> list[dict[str, Any]]:
         part = found.setdefault(name.strip(","), {"name": name.strip(","), "proposals": [], "lines": []})
         match entry.kind:
             case "hypothesis":
-                steps: list[str] = []
+                steps = list[str]()
                 tried |= dict.fromkeys((entry.number, content["commit"], content["name"]), steps)
                 said = f"proposed by {content['origin']}: {content['why']} {here}"
                 part["proposals"].append({"text": said, "name": content["name"], "steps": steps})
@@ -127,9 +134,9 @@ def rounds(notebook: Notebook) -> list[dict[str, Any]]:
                     what = "gain of a full run" if "gain" in each else "score after a third of a run"
                     tried.get(each["name"], []).append(f"{what} {value} {here}")
             case "study" | "learned":
-                for steps in [tried[cause] for cause in entry.because if cause in tried][:1]:
-                    tried[entry.number] = steps
-                    steps.append(line)
+                steps = next((tried[cause] for cause in entry.because if cause in tried), part["lines"])
+                tried[entry.number] = steps
+                steps.append(line)
             case "intent" | "refused" | "followed" | "ended" | "note" | "veto" | "budget" | "reopen" if line:
                 part["lines"].append(line)
     return [part for part in found.values() if part["proposals"] or part["lines"]]

@@ -16,6 +16,7 @@ import sqlite3
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -24,7 +25,7 @@ from agentjet.errors import ConfigError
 from agentjet.research.campaign.strategist import causes, facts_of, signs
 from agentjet.research.campaign.subject_repo import METRIC
 from agentjet.research.journal import HUMAN, JournalEntry, Notebook
-from agentjet.research.models import MEASURED, Equal, Outcome, Record, Setting, Trial, refuse
+from agentjet.research.models import MEASURED, Equal, Outcome, Record, Setting, Trial, hash_of, refuse
 from agentjet.research.scheduler import MAX_ATTEMPTS, TrialRunner, added_cost, launch_key
 from agentjet.research.swarm_runner import ServerUnavailable
 
@@ -117,6 +118,7 @@ class Question(Record):
         return 2.0 * self.looks[0]
 
     def __post_init__(self) -> None:
+        refuse(not 0 < self.sesoi < 1, f"sesoi = {self.sesoi}: give a share of the judge's scale, between 0 and 1")
         least, runs = 2.0 + (self.equal in MEASURED) + self.study_cost, self.budget.runs or 0.0
         refuse(
             self.budget.runs is not None and runs < least,
@@ -161,7 +163,7 @@ class CampaignRuns:
         self.probes = 0
         """Number of times that the subject was run to see if servers run anything."""
         self._steps: dict[str, int] = {}
-        """By commit, the steps of a full run, where tokens or seconds are equal."""
+        """By the hash of a commit and a setting, the steps of a full run, where tokens or seconds are equal."""
         self.spent = {"runs": 0.0, "hours": 0.0}
         """Full runs and hours of work so far."""
         self._waited = 0.0
@@ -181,15 +183,22 @@ class CampaignRuns:
         """Names of files in the inbox that cannot be used."""
 
     def observe(
-        self, commits: Sequence[str], seed: int, why: str, because: Sequence[int], share: float = 1.0
+        self,
+        commits: Sequence[str],
+        seed: int,
+        why: str,
+        because: Sequence[int],
+        share: float = 1.0,
+        settings: Sequence[Setting] = (),
     ) -> list[RunObservation]:
-        """Runs the commits at the same time, each once; lost runs are repeated with the same seed.
+        """Runs the commits at the same time, each once; lost runs are repeated with the same seed. `settings` are those
+        of each besides its own.
 
         Raises `Ending` before a launch that the budget does not pay for.
         """
         trials = [
-            Trial(OBSERVING, commit, self.setting(commit) if share == 1 else {}, seed, "explore", share)
-            for commit in commits
+            Trial(OBSERVING, commit, self.setting(commit, own) if share == 1 else own, seed, "explore", share)
+            for commit, own in zip(commits, settings or [{}] * len(commits), strict=True)
         ]
         for trial in trials:
             self._launch(trial, 1, because)
@@ -197,7 +206,9 @@ class CampaignRuns:
 
     def _launch(self, trial: Trial, attempt: int, because: Sequence[int]) -> str:
         """Launches once, also after a crash in between, and returns the key."""
-        key = f"{trial.arm[:16]} {trial.seed} {trial.fidelity:.4f} {attempt}"
+        own = {name: value for name, value in trial.setting.items() if name != "steps"}
+        varied = f" {hash_of(own)[:8]}" if own else ""
+        key = f"{trial.arm[:16]}{varied} {trial.seed} {trial.fidelity:.4f} {attempt}"
         while key not in self._under_way and self._cost(trial) > self.left():
             self.end("the budget is spent", f"launch {key}")
         self._under_way[key] = trial
@@ -275,9 +286,10 @@ class CampaignRuns:
 
     # ---- equal amounts -----------------------------------------------------------------------------------------------
 
-    def setting(self, commit: str) -> Setting:
-        """Settings of a commit's full runs, besides its own: their length, where a short run gave it."""
-        return {"job.max_steps": self._steps[commit]} if commit in self._steps else {}
+    def setting(self, commit: str, own: Setting = MappingProxyType({})) -> Setting:
+        """Settings of an arm's full runs, besides those of its commit: with their length, where a short run gave it."""
+        steps = self._steps.get(hash_of([commit, dict(own)]))
+        return {**own, "steps": steps} if steps else {**own}
 
     def _measure(self, trial: Trial, run: Outcome) -> None:
         if self._first is None:
@@ -287,7 +299,8 @@ class CampaignRuns:
         steps, whole = (len(one.signals.get(AMOUNTS[self.equal][0], ())) for one in (run, self._first))
         used, given = (amount([one.signals], self.equal) for one in (run, self._first))
         if used and given:
-            self._steps[trial.arm] = max(1, min(round(given * steps / used), LONGEST_RUN * whole))
+            arm = hash_of([trial.arm, dict(trial.setting)])
+            self._steps[arm] = max(1, min(round(given * steps / used), LONGEST_RUN * whole))
 
     # ---- budget ------------------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tarfile
 import tomllib
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Set
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
@@ -30,6 +30,7 @@ from io import BytesIO
 from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import MappingProxyType
 from typing import Any
 
 from agentjet.client.agent_source import file_and_function, hash_of
@@ -65,11 +66,13 @@ REQUIRED = {
 }
 """Examples by key."""
 OPTIONAL = (
-    *("reward", "hidden", "shown", "best", "worst", "readable", "equal", "steps", "evaluations", "repeats"),
-    *("concurrency", "floor", "patience", "settings"),
+    *("reward", "deployed", "hidden", "shown", "best", "worst", "readable", "equal", "steps", "evaluations"),
+    *("repeats", "concurrency", "floor", "patience", "settings"),
 )
 KEYS = (*REQUIRED, *OPTIONAL)
 """The keys of subject.toml, which are fields of `Subject`. Names of files are relative to its folder."""
+CODE = ("agent", "tasks", "reward", "deployed")
+"""Keys that name files of an arm."""
 ARM_KEYS = frozenset({"agent", "tasks", "reward", "concurrency", "settings"})
 """Keys that an intervention may change. The others are the judge's."""
 METRIC = "score of the judge on the held-out tasks, at the last step"
@@ -114,9 +117,9 @@ def resolved(given: Subject, folder: Path) -> Subject:
     """With the model as an absolute path if it is a folder. Raises `ConfigError` for a file that is not there, and for
     held-out tasks in a file that arms must read.
     """
-    for key in ("agent", "tasks", "held_out", "evaluator", "reward"):
+    for key in ("agent", "tasks", "held_out", "evaluator", "reward", "deployed"):
         named = getattr(given, key)
-        if not named and key == "reward":
+        if not named and key in ("reward", "deployed"):
             continue
         file, function = file_and_function(named)
         is_tasks = key in ("tasks", "held_out") and named.endswith(".jsonl")
@@ -239,23 +242,36 @@ class SubjectRepo:
 
     def commit(self, base: str, intervention: Intervention) -> str:
         """Returns the commit of an intervention on top of `base`. Raises `Refused` with the reason."""
+        return self.arm(base, intervention.name, intervention.patch, intervention.changes)
+
+    def arm(
+        self,
+        base: str,
+        name: str,
+        patch: str = "",
+        changes: Setting = MappingProxyType({}),
+        keys: Mapping[str, str] = MappingProxyType({}),
+    ) -> str:
+        """Returns the commit of a change on top of `base`. `keys` are those of subject.toml that a person gave other
+        values. Raises `Refused`.
+        """
         try:
             with TemporaryDirectory(dir=self.folder) as scratch:
                 index = f"{scratch}/index"
                 self._git("read-tree", base, index=index)
-                if intervention.patch:
-                    self._apply(intervention.patch, index)
-                if intervention.changes:
-                    self._change_settings(intervention.changes, index)
+                if patch:
+                    self._apply(patch, index)
+                if changes or keys:
+                    self._change_subject(changes, keys, index)
                 tree = self._git("write-tree", index=index).strip()
-            self._check_changes(base, tree)
+            self._check_changes(base, tree, ARM_KEYS | keys.keys())
         except ConfigError as error:
             raise Refused(str(error)) from None
-        commit = self._git("commit-tree", tree, "-p", base, "-m", intervention.name).strip()
+        commit = self._git("commit-tree", tree, "-p", base, "-m", name).strip()
         accepted = f"refs/arms/{commit}"
         if not self._git("for-each-ref", accepted):
-            if intervention.patch:
-                self._check_imports(commit)
+            if patch or keys:
+                self._loaded(commit)
             self._git("update-ref", accepted, commit)
         return commit
 
@@ -283,7 +299,7 @@ class SubjectRepo:
     @property
     def rules(self) -> dict[str, Any]:
         """The fields of a `Question` that the subject gives: the judge's hash, its scale and the equal amount."""
-        first = self._subject_file(self.first)
+        first = self.described(self.first)
         scale = (
             ""
             if (first.worst, first.best) == (0, 1)
@@ -291,13 +307,11 @@ class SubjectRepo:
         )
         return {"evaluator": digest_of(self._files), "equal": first.equal, "metric": f"{METRIC}{scale}"}
 
-    def subject(self, commit: str, steps: int = 0) -> Subject:
-        """The subject of a commit, with the judge's part from the locked copy. `steps` replace those of its full run.
-        Raises `ConfigError` if the locked copy changed.
-        """
+    def subject(self, commit: str) -> Subject:
+        """The subject of a commit, with the judge's part from the locked copy. Raises `ConfigError` if that changed."""
         self.check_judge()
-        given, first = self._subject_file(commit), self._subject_file(self.first)
-        place, judge, steps = self.worktree(commit), self.folder / "judge", steps or steps_as(given, first)
+        given, first = self.described(commit), self.described(self.first)
+        place, judge, steps = self.worktree(commit), self.folder / "judge", steps_as(given, first)
         return replace(
             first,
             agent=str(place / given.agent),
@@ -309,16 +323,21 @@ class SubjectRepo:
             evaluations=min(first.evaluations, steps),
             concurrency=given.concurrency,
             reward=str(place / given.reward) if given.reward else "",
+            deployed=str(place / given.deployed) if given.deployed else "",
             readable=(str(place), *first.readable),
         )
 
     def subject_of(self, trial: Trial) -> Subject:
         """The subject of a trial whose arm is a commit."""
-        return self.subject(trial.arm, round(number(trial.setting, "job.max_steps", 0)))
+        return self.subject(trial.arm).varied(trial.setting)
+
+    def num_tasks(self) -> int:
+        """Number of the training tasks of the subject as given. Raises `Refused`."""
+        return len(self._loaded(self.first))
 
     def judge_source(self) -> str:
         """Source of the evaluator's file."""
-        return (self.folder / "judge" / file_of(self._subject_file(self.first).evaluator)).read_text(encoding="utf-8")
+        return (self.folder / "judge" / file_of(self.described(self.first).evaluator)).read_text(encoding="utf-8")
 
     # ---- checks ------------------------------------------------------------------------------------------------------
 
@@ -362,13 +381,13 @@ class SubjectRepo:
             text = text.replace(f"{copy}{os.sep}", f"{self._user_folder}{os.sep}")
         return text
 
-    def _check_changes(self, base: str, tree: str) -> None:
-        """Raises `Refused` for a forbidden change between a commit and a tree."""
+    def _check_changes(self, base: str, tree: str, keys: Set[str]) -> None:
+        """Raises `Refused` for a forbidden change between a commit and a tree. `keys` of subject.toml may change."""
         before, after = self._files_of(base), self._files_of(tree)
         changed = sorted(path for path in {*before, *after} if before.get(path) != after.get(path))
         if not changed:
             raise Refused("it changes nothing: give another change")
-        first = self._subject_file(self.first)
+        first = self.described(self.first)
         for path in changed:
             if path in (file_of(first.evaluator), file_of(first.held_out)):
                 raise Refused(f"{path}: the judge's files are fixed; an arm may copy the evaluator under another name")
@@ -378,24 +397,37 @@ class SubjectRepo:
             if path not in before and (name in sys.stdlib_module_names or is_installed_module(name)):
                 raise Refused(f"{path}: {name!r} is the name of an installed module: choose another name")
         given = parse_subject(after.get(SUBJECT, b"").decode("utf-8", "replace"), SUBJECT)
-        for key in (key for key in KEYS if key not in ARM_KEYS):
+        for key in CODE:
+            if (named := getattr(given, key)) and (file := file_of(named)) not in after:
+                raise Refused(f"{key} = {named!r}: there is no file {file!r} in the subject's folder")
+        for key in (key for key in KEYS if key not in keys):
             fixed, wanted = getattr(first, key), getattr(given, key)
             if fixed != wanted:
                 raise Refused(f"{SUBJECT}: {key} = {wanted!r}: it is the judge's, and stays {fixed!r}")
         check_imports(given.settings, first.settings)
         check_settings(given.settings)
 
-    def _check_imports(self, commit: str) -> None:
+    def _loaded(self, commit: str) -> list[Task]:
         """Loads the agent and the training tasks in the sandbox. Raises `Refused`."""
         try:
-            self._load(self._order(self.subject(commit), commit))
+            return self._load(self._order(self.subject(commit), commit))
         except ArmFailed as error:
             raise Refused(f"it does not load: {error}") from None
 
     def _order(self, subject: Subject, name: str) -> ArmOrder:
         home = str(self.folder / "homes" / name)
         nowhere = Address("http://127.0.0.1:9", "")
-        return ArmOrder(subject.agent, subject.tasks, nowhere, 1, subject.reward, home, subject.readable, self._unsafe)
+        return ArmOrder(
+            subject.agent,
+            subject.tasks,
+            nowhere,
+            1,
+            subject.reward,
+            home,
+            subject.readable,
+            self._unsafe,
+            deployed=subject.deployed,
+        )
 
     # ---- git ---------------------------------------------------------------------------------------------------------
 
@@ -412,13 +444,15 @@ class SubjectRepo:
                 problem = problem or str(error)
         raise Refused(f"the patch does not apply: {problem}")
 
-    def _change_settings(self, changes: Mapping[str, Any], index: str) -> None:
+    def _change_subject(self, changes: Setting, keys: Mapping[str, str], index: str) -> None:
         given = parse_subject(self._git("show", f":{SUBJECT}", index=index), SUBJECT)
-        changed = flat_toml(replace(given, settings={**given.settings, **changes}))
+        named: dict[str, Any] = {**keys, "settings": {**given.settings, **changes}}
+        changed = flat_toml(replace(given, **named))
         blob = self._git("hash-object", "-w", "--stdin", text=changed).strip()
         self._git("update-index", "--cacheinfo", f"100644,{blob},{SUBJECT}", index=index)
 
-    def _subject_file(self, commit: str) -> Subject:
+    def described(self, commit: str) -> Subject:
+        """The subject.toml of a commit."""
         if commit not in self._subjects:
             self._subjects[commit] = parse_subject(self.files(commit)[SUBJECT], SUBJECT)
         return self._subjects[commit]
