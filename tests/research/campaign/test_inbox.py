@@ -17,12 +17,13 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from agentjet.errors import ConfigError
 from agentjet.research.campaign import campaign as deciding
+from agentjet.research.campaign.asked import planned
 from agentjet.research.campaign.campaign import Campaign, rules
 from agentjet.research.campaign.live import PAGE, LivePage, standing
 from agentjet.research.campaign.proposers import TASK, CodingAgent, LanguageModel, LlmToolCall, Reply
@@ -33,6 +34,7 @@ from agentjet.research.journal import HUMAN, INBOX, NOTEBOOK, HumanMessage, Inbo
 from agentjet.research.models import Outcome, Trial
 from agentjet.research.scheduler import added_cost
 from agentjet.research.swarm_runner import RunningTrial, ServerUnavailable
+from agentjet.research.topic import read_topic
 from tests.research.campaign.campaign_world import Commits, FakeClock, FormulaRunner, truncating
 from tests.research.world import killed
 
@@ -219,6 +221,28 @@ def test_a_veto_of_what_is_studied(runs: int, tmp_path: Path) -> None:
         (e.kind, e.key, e.content.get("finding")) for e in entries
     ]
     assert "vetoed by people" in build(tmp_path)[0].read_text(encoding="utf-8")
+
+
+def test_a_veto_of_an_arm_of_a_topic(tmp_path: Path) -> None:
+    """Its claims stay open, and the others are decided."""
+    question = Question("Compare temperatures 0.8, 1 and 1.3", Budget(runs=100.0))
+    plan = planned(question, read_topic(question.topic), {}, cast(Any, Commits()))
+    arms = [arm["name"] for arm in plan["study"]["arms"]]
+    Inbox(tmp_path).put(HumanMessage("veto", arms[-1]))
+    with Notebook(tmp_path, now=lambda: 0.0) as notebook:
+        runner = FormulaRunner(Commits(), many)
+        Campaign(question, notebook, cast(Any, runner.commits), runner, [Strategist()], FakeClock(), planned=plan).run()
+        learned = notebook.of("learned")[0].content
+        names = [{claim["arm"], claim["against"]} for claim in plan["study"]["hypotheses"]]
+        assert len(names) > 1 and set(learned["outcomes"]) == {*arms}
+        for claimed, finding in zip(names, learned["findings"], strict=True):
+            assert finding["reason"].startswith("vetoed by people") is (arms[-1] in claimed)
+        assert not learned["outcomes"][arms[-1]] and all(learned["outcomes"][arm] for arm in arms[:-1])
+        (tmp_path / "source.json").write_text("{}")
+        with pytest.raises(ConfigError, match="its study is complete: ask again"):
+            notebook.check(HumanMessage("reopen"))
+        LivePage(notebook, list).write()
+    assert f"vetoed by people: {arms[-1]}" in (tmp_path / PAGE).read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("unit", ["runs", "hours"])
