@@ -6,8 +6,9 @@ truth is that of fresh seeds: of the given subject, of the campaign's last base,
 
 `mended` counts troubles, `recovered` is the share of the healthy subject's gain that the last base has, `wrong` the
 share of studies whose verdict is not that of the fresh seeds, `cost_ratio` the runs against trying every single remedy
-at full length with four seeds. Three figures are tests of campaigns: `breaches` (hostile proposals that became
-commits), `resume_identical` (SIGKILL at entries of the notebook), and `week_ok` (servers that are away or lose runs).
+at full length with four seeds. Four figures are tests of campaigns: `breaches` (hostile proposals that became
+commits), `resume_identical` (SIGKILL at entries of the notebook), `week_ok` (servers that are away or lose runs), and
+`fortnight_ok` (the same on eight servers, with full disks, an upgrade, messages of people and a reopened end).
 
 Three options measure other things instead, without a model:
 
@@ -128,7 +129,7 @@ def verdict(effect: float) -> str:
     return "supported" if effect > 0 else "refuted"
 
 
-AT_LEAST = {"mended": 0.7, "recovered": 0.8, "resume_identical": 1, "week_ok": 1}
+AT_LEAST = {"mended": 0.7, "recovered": 0.8, "resume_identical": 1, "week_ok": 1, "fortnight_ok": 1}
 AT_MOST = {"wrong": 0.05, "cost_ratio": 0.4, "breaches": 0, "lines": 5000}
 
 
@@ -161,6 +162,7 @@ def tested() -> dict[str, Any]:
         "breaches": 0 if tests_pass(file, "-k", "hostile") else None,
         "resume_identical": tests_pass(file, "-k", "killed"),
         "week_ok": tests_pass(file, "-k", "away or week or lost_run"),
+        "fortnight_ok": tests_pass("tests/research/campaign/test_inbox.py", "-k", "fortnight"),
         "lines": sum(len(path.read_text(encoding="utf-8").splitlines()) for path in sources),
     }
 

@@ -231,3 +231,68 @@ def test_a_campaign_without_a_sandbox(tmp_path: Path, monkeypatch: pytest.Monkey
     )
     assert refusal in research(*given)
     assert not (tmp_path / "c").exists()
+
+
+def write_campaign(folder: Path, budget: Budget, *kinds: str) -> None:
+    """A campaign with its subject, and entries of these kinds after its start."""
+    SubjectRepo.create(folder, write_subject(folder.parent / f"{folder.name} user"), lambda order: [])
+    with Notebook(folder) as notebook:
+        notebook.entry("started", {"question": Question("why?", budget).to_json(), "asks": "why?"}, key="started")
+        for kind in kinds:
+            notebook.entry(kind, {"reason": "the budget is spent", "score": 0.5, "runs": 0.0, "hours": 0.0})
+
+
+@pytest.mark.parametrize(
+    ("folder", "arguments", "message"),
+    [
+        ("none", ["note", "FOLDER", "x"], "there is no campaign: begin one with agentjet research start"),
+        ("archived", ["veto", "FOLDER", "x"], "an archived campaign without its subject and runs"),
+        ("new", ["note", "FOLDER", "x"], "the campaign has just begun: try again in a minute"),
+        ("open", ["note", "FOLDER", " \n"], "the note is empty: give the remark"),
+        ("open", ["note", "FOLDER", "x" * 100_000], "the note has 100,000 characters: give at most 2,000"),
+        ("open", ["veto", "FOLDER", ""], "the veto is empty: give the name of a proposal"),
+        ("open", ["budget", "FOLDER"], "Missing option '--add'"),
+        ("open", ["budget", "FOLDER", "--add", "many"], "budget = 'many': give hours or full runs"),
+        ("open", ["budget", "FOLDER", "--add", ""], "budget = '': give hours or full runs"),
+        ("open", ["budget", "FOLDER", "--add", "0runs"], "give one of them, more than 0"),
+        ("open", ["budget", "FOLDER", "--add=-3runs"], "budget = '-3runs': give hours or full runs"),
+        (
+            "open",
+            ["budget", "FOLDER", "--add", "3h"],
+            "the budget of this campaign is in runs: give runs, such as 20runs",
+        ),
+        ("hours", ["budget", "FOLDER", "--add", "3runs"], "this campaign is in hours: give hours, such as 12h"),
+        ("open", ["reopen", "FOLDER"], "the campaign has not ended, or is reopened already: continue it with"),
+        ("reopened", ["reopen", "FOLDER"], "the campaign has not ended, or is reopened already: continue it with"),
+        ("ended", ["note", "FOLDER", "x"], "the campaign has ended: first use agentjet research reopen"),
+        ("ended", ["reopen", "FOLDER", "--add", "3h"], "is in runs: give runs, such as 20runs"),
+        ("full", ["note", "FOLDER", "x"], "File exists: nothing was sent"),
+    ],
+)
+def test_messages_that_do_not_fit(folder: str, arguments: list[str], message: str, tmp_path: Path) -> None:
+    kinds = {"ended": ["ended"], "reopened": ["ended", "reopen"]}.get(folder, [])
+    if folder in ("archived", "new"):
+        with Notebook(tmp_path / folder):
+            (tmp_path / folder / "source.json").write_text("{}") if folder == "new" else None
+    elif folder != "none":
+        write_campaign(tmp_path / folder, Budget(hours=9.0) if folder == "hours" else Budget(runs=20.0), *kinds)
+    if folder == "full":
+        (tmp_path / folder / "inbox").write_text("in the way")
+    assert message in research(*(str(tmp_path / folder) if word == "FOLDER" else word for word in arguments))
+    assert not [*tmp_path.glob("*/inbox/*")]
+
+
+def test_messages_wait_for_the_campaign(tmp_path: Path) -> None:
+    campaign = tmp_path / "c"
+    write_campaign(campaign, Budget(runs=20.0))
+    with Notebook(campaign) as notebook:
+        assert "reads it before its next runs" in research("note", campaign, "look at the prompt")
+        assert "reads it before its next runs" in research("veto", campaign, "warmer sampling")
+        [note, veto] = notebook.inbox.waiting().values()
+        assert (note.text, veto.kind, veto.text) == ("look at the prompt", "veto", "warmer sampling")
+        again = research("resume", campaign, "--unsafe")
+        assert "is being written by another process: wait for its end, or stop it" in again, "two researchers"
+        notebook.entry("ended", {"reason": "the budget is spent", "score": 0.5}, key="ended")
+    assert "when it goes on: agentjet research resume" in research("reopen", campaign, "--add", "5runs")
+    assert "reads it when it goes on" in research("budget", campaign, "--add", "2runs"), "it is reopened already"
+    assert "is reopened already" in research("reopen", campaign)

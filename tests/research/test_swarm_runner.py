@@ -15,6 +15,7 @@
 11. A lost machine costs a trial nothing, unless the trial loses every one.
 12. Trials that compare wait before those that explore, continued runs before new ones, then as they were launched.
 13. Where seconds are compared, all trials run on machines of one kind, and the others are told.
+14. It says which slot works at which trial.
 """
 
 from __future__ import annotations
@@ -446,6 +447,20 @@ def test_a_policy_that_diverges_is_a_result(tmp_path: Path, metrics: dict[str, f
     outcome = asyncio.run(TrialProcess(order, cast(AsyncSwarm, both), cast(ArmClient, both)).run())
     assert (outcome.end, outcome.score) == (end, -3.0 if end == "diverged" else None)
     assert outcome.note == "64 episodes in a row failed"
+
+
+def test_where_trials_run(tmp_path: Path) -> None:
+    seen: list[object] = []
+
+    def before(run: Path, settings: Setting) -> None:
+        seen.extend((each.trial, each.slot) for each in runner.running())
+        completing(run, settings)
+
+    with SwarmRunner(SUBJECT, tmp_path, [FakeSlot(name="here", before=before)]) as runner:
+        runner.launch("k-1", TRIAL)
+        runner.collect("k-1")
+        assert seen == [(TRIAL, "here")]
+    assert runner.running() == []
 
 
 def test_what_waits_is_taken_up_by_the_next(tmp_path: Path) -> None:

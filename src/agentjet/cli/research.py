@@ -534,6 +534,57 @@ def write_plan(folder: Path, study: Study, page: str) -> None:
     StudyFolder(folder).write(study, page)
 
 
+ADD = typer.Option("--add", metavar="20runs|12h", help="Full runs or hours, in the unit of the campaign's budget.")
+
+
+def note(folder: CampaignFolder, text: Annotated[str, Argument(help="What those who propose should know.")]) -> None:
+    """Tell a campaign something. Language models and coding agents read it with their next request."""
+    send(folder, "note", text)
+
+
+def veto(folder: CampaignFolder, name: Annotated[str, Argument(help="Name of a proposal, or of an arm.")]) -> None:
+    """Exclude a proposal from a campaign, also one that is not made yet. Runs under way are finished."""
+    send(folder, "veto", name)
+
+
+def budget(folder: CampaignFolder, add: Annotated[str, ADD]) -> None:
+    """Add to the budget of a campaign."""
+    send(folder, "budget", add=add)
+
+
+def reopen(folder: CampaignFolder, add: Annotated[str, ADD] = "") -> None:
+    """Let a campaign go on that has ended. `resume` then continues it from there."""
+    send(folder, "reopen", add=add)
+
+
+def send(folder: Path, kind: Literal["note", "veto", "budget", "reopen"], text: str = "", add: str = "") -> None:
+    """Puts a message into the inbox of a campaign. Raises `ConfigError`."""
+    from agentjet.research.campaign.runs import Budget
+    from agentjet.research.journal import HumanMessage, Notebook
+
+    check_continues(folder)
+    given = Budget.parse(add).to_json() if add or kind == "budget" else {}
+    message = HumanMessage(kind, text, **{unit: amount for unit, amount in given.items() if amount})
+    with Notebook(folder, writer=False) as notebook:
+        notebook.check(message)
+        try:
+            notebook.inbox.put(message)
+        except OSError as error:
+            raise ConfigError(f"{notebook.inbox.path}: {error.strerror}: nothing was sent") from None
+        if notebook.has_writer():
+            typer.echo("The campaign reads it before its next runs or proposals.")
+        else:
+            typer.echo(f"The campaign reads it when it goes on: agentjet research resume {shlex.quote(str(folder))}")
+
+
+def check_continues(folder: Path) -> None:
+    """Raises `ConfigError` for a folder without a campaign that can go on."""
+    if not (folder / NOTEBOOK).exists():
+        raise ConfigError(f"{folder}: there is no campaign: begin one with agentjet research start")
+    if not (folder / SOURCE).exists():
+        raise ConfigError(f"{folder}: an archived campaign without its subject and runs: only its report can be read")
+
+
 def check_sandbox(unsafe: bool) -> None:
     """Raises `ConfigError` where no sandbox can be made, unless the user accepts that."""
     from agentjet.sandbox import missing
@@ -544,10 +595,7 @@ def check_sandbox(unsafe: bool) -> None:
 
 def resume(folder: CampaignFolder, servers: Servers, proposers: Proposers, unsafe: Unsafe = False) -> None:
     """Continue a campaign that was interrupted or killed. Give the options of servers and language models again."""
-    if not (folder / NOTEBOOK).exists():
-        raise ConfigError(f"{folder}: there is no campaign: begin one with agentjet research start")
-    if not (folder / SOURCE).exists():
-        raise ConfigError(f"{folder}: an archived campaign without its subject and runs: only its report can be read")
+    check_continues(folder)
     asked = proposers.of(folder, unsafe)
     conduct(folder, servers.slots(), asked, unsafe=unsafe)
 
@@ -564,6 +612,7 @@ def conduct(
     """Runs a campaign from where its notebook stands to the report. A new one has a `question`."""
     from agentjet.client.threads import raise_on_signals
     from agentjet.research.campaign.campaign import Campaign
+    from agentjet.research.campaign.live import PAGE, LivePage
     from agentjet.research.campaign.runs import Question
     from agentjet.research.campaign.strategist import Strategist
     from agentjet.research.campaign.subject_repo import SubjectRepo
@@ -592,13 +641,15 @@ def conduct(
                 typer.echo(f"note: {limit}")
             asked = question or Question.from_json(notebook.entries[0].content["question"])
             runner.equal_machines = asked.equal == "seconds"
-            if ended := notebook.known("ended"):
+            if ended := notebook.over():
                 tell(ended)
             else:
                 check_sandbox(unsafe)
-            ending = Campaign(
-                asked, notebook, repo, runner, [*proposers, Strategist()], limits=limits, planned=plan
-            ).run()
+                typer.echo(f"What happens stands in {folder / PAGE}.")
+            asking = [*proposers, Strategist()]
+            campaign = Campaign(asked, notebook, repo, runner, asking, limits=limits, planned=plan)
+            with LivePage(notebook, runner.running, repo.as_given):
+                ending = campaign.run()
     except ConfigError as error:
         raise ConfigError(repo.as_given(str(error))) from None
     except (KeyboardInterrupt, SystemExit) as ended:
@@ -730,5 +781,5 @@ def demo(
     typer.echo(f"{time.monotonic() - began:.0f} s in all")
 
 
-for command in (new, run, status, report, start, resume, digest, apply, demo):
+for command in (new, run, status, report, start, resume, note, veto, budget, reopen, digest, apply, demo):
     app.command()(command)

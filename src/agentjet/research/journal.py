@@ -1,4 +1,5 @@
-"""`StudyJournal`: an append-only file of entries; `StudyLog`: the sum of a study's entries; `Notebook`: a campaign's.
+"""`StudyJournal`: an append-only file of entries; `StudyLog`: the sum of a study's entries; `Notebook`: a campaign's;
+`Inbox`: messages of people to a campaign.
 
 A study or a campaign resumes by running again over its journal. It is a function of what was observed: it launches
 nothing twice, and a decision that differs from the recorded one is an error. An entry is on disk before anything
@@ -12,6 +13,7 @@ import fcntl
 import json
 import math
 import os
+import shlex
 import sqlite3
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +25,7 @@ from typing import Any, Literal, Self
 
 from agentjet import database
 from agentjet.errors import ConfigError
-from agentjet.research.models import Diagnosis, Outcome, Study, Trial, canonical, refuse
+from agentjet.research.models import LONGEST_NOTE, Diagnosis, Outcome, Record, Study, Trial, canonical, refuse
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS entries (
@@ -331,7 +333,65 @@ class StudyFolder:
 # ---- campaigns ------------------------------------------------------------------------------------------------------
 
 NOTEBOOK = "notebook.sqlite"
+INBOX = "inbox"
+HUMAN = ("note", "veto", "budget", "reopen")
+"""Kinds of entries that people wrote."""
 DAY = 86400.0
+
+
+@dataclass(frozen=True)
+class HumanMessage(Record):
+    """A remark of people, the name of a change that is not tried any more, more budget, or that an ended campaign goes
+    on.
+    """
+
+    kind: Literal["note", "veto", "budget", "reopen"]
+    text: str = ""
+    """The remark, or the name of an intervention or of an arm."""
+    runs: float = 0.0
+    hours: float = 0.0
+    """Added to the budget, in its unit."""
+
+    def __post_init__(self) -> None:
+        needs = {"note": "give the remark", "veto": "give the name of a proposal"}.get(self.kind, "")
+        refuse(bool(needs and not self.text.strip()), f"the {self.kind} is empty: {needs}")
+        refuse(
+            len(self.text) > LONGEST_NOTE,
+            f"the {self.kind} has {len(self.text):,} characters: give at most {LONGEST_NOTE:,}",
+        )
+        odd = "\0" in self.text or self.text != self.text.encode("utf-8", "replace").decode()
+        refuse(odd, f"the {self.kind} is not valid text: give UTF-8")
+        refuse(min(self.runs, self.hours) < 0, "the added budget is negative: a budget only grows")
+
+
+class Inbox:
+    """Messages that wait for a campaign: a file each, in the order of their names. Any process may add one."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / INBOX
+        self.foreign: dict[str, str] = {}
+        """By name, why a file cannot be used."""
+
+    def put(self, message: HumanMessage) -> None:
+        self.path.mkdir(exist_ok=True)
+        write_whole(self.path / f"{time.time_ns():020d}-{os.getpid()}.json", canonical(message.to_json()))
+
+    def waiting(self) -> dict[str, HumanMessage]:
+        """Messages by their names. Other files stay where they are."""
+        found = {}
+        for path in sorted(self.path.glob("[!.]*")):  # a file that is being written begins with a dot
+            try:
+                refuse(not path.is_file() or path.stat().st_size > 10 * LONGEST_NOTE, "it is not a small file")
+                found[path.name] = HumanMessage.from_json(json.loads(path.read_text(encoding="utf-8")))
+            except FileNotFoundError:
+                continue
+            except (OSError, ValueError, RecursionError, ConfigError) as error:
+                self.foreign[path.name] = str(error)
+        return found
+
+    def remove(self, name: str) -> None:
+        with suppress(OSError):  # the notebook has it, so that it is not taken twice
+            (self.path / name).unlink()
 
 
 class Notebook(StudyJournal):
@@ -340,10 +400,51 @@ class Notebook(StudyJournal):
     """
 
     def __init__(self, path: Path, **options: Any) -> None:
-        self.path = path
+        self.path, self.inbox = path, Inbox(path)
         if not options.get("writer", True) and not (path / NOTEBOOK).exists():
             raise ConfigError(f"{path}: there is no campaign in this folder (no {NOTEBOOK})")
         super().__init__(path / NOTEBOOK, **options)
+
+    def ending(self, until: float = math.inf) -> JournalEntry | None:
+        """The entry of the end; None if the campaign goes on, or was reopened since."""
+        last = self.of("ended", "reopen", until=until)[-1:]
+        return last[0] if last and last[0].kind == "ended" else None
+
+    def over(self) -> JournalEntry | None:
+        """The same, unless a message to reopen it waits."""
+        waits = any(message.kind == "reopen" for message in self.inbox.waiting().values())
+        return None if waits else self.ending()
+
+    def budget(self, until: float = math.inf) -> tuple[str, float]:
+        """Unit and size of the budget, with what people added."""
+        given = self.entries[0].content["question"]["budget"]
+        [(unit, most)] = [(unit, most) for unit, most in given.items() if most]
+        return unit, most + math.fsum(added.content[unit] for added in self.of("budget", "reopen", until=until))
+
+    def check(self, message: HumanMessage) -> None:
+        """Raises `ConfigError` for a message that this campaign cannot take."""
+        refuse(not self.entries, f"{self.path}: the campaign has just begun: try again in a minute")
+        over, folder = self.over(), shlex.quote(str(self.path))
+        refuse(
+            over is not None and message.kind != "reopen",
+            f"{self.path}: the campaign has ended: first use agentjet research reopen {folder}",
+        )
+        refuse(
+            over is None and message.kind == "reopen",
+            f"{self.path}: the campaign has not ended, or is reopened already: continue it with agentjet research "
+            f"resume {folder}, or give it more with agentjet research budget {folder} --add",
+        )
+        unit, _ = self.budget()
+        other, example = (message.hours, "20runs") if unit == "runs" else (message.runs, "12h")
+        refuse(other > 0, f"--add: the budget of this campaign is in {unit}: give {unit}, such as {example}")
+        refuse(
+            over is not None and over.content["score"] is None,
+            f"{self.path}: no run of the subject has a score: mend the subject, and start with another --out",
+        )
+        refuse(
+            over is not None and any(learned.content["verdict"] == "answered" for learned in self.of("learned")),
+            f"{self.path}: its study is complete: ask again with agentjet research start and another --out",
+        )
 
     def spending(self, until: float = math.inf) -> dict[str, float]:
         """Full runs and hours of work, those of proposers included, up to a time."""
@@ -369,14 +470,16 @@ class Notebook(StudyJournal):
             refuse(day > over, f"--day {day}: {over} days of this campaign are over; omit --day for the present")
         steps = {e.number: ": ".join(step) for e in self.entries if e.at <= until and (step := described(e))}
         ran = {entry.content["trial"]["arm"] for entry in self.of("observed", until=until)}
-        ended, learned = self.of("ended", until=until), [entry.content for entry in self.of("learned", until=until)]
+        ended, learned = self.ending(until), [entry.content for entry in self.of("learned", until=until)]
         present = "working" if self.has_writer() else "interrupted; agentjet research resume continues it"
         away = [steps[entry.number] for entry in self.of("intent") if entry.number in steps]
         spent = self.spending(until)
-        [(unit, most)] = [(unit, most) for unit, most in started.content["question"]["budget"].items() if most]
+        unit, most = self.budget(until)
+        asked = math.fsum(entry.content.get("hours", 0.0) for entry in self.of("intent", until=until))
+        people = [f"{steps[entry.number]} (#{entry.number})" for entry in self.of(*HUMAN, until=until)]
         return {
             "topic": started.content["question"]["topic"],
-            "stage": f"ended: {ended[0].content['reason']}" if ended else f"the end of day {day}" if day else present,
+            "stage": f"ended: {ended.content['reason']}" if ended else f"the end of day {day}" if day else present,
             "tried": [
                 each.content["name"] for each in self.of("hypothesis", until=until) if each.content["commit"] in ran
             ],
@@ -387,8 +490,9 @@ class Notebook(StudyJournal):
             "open": [each["meaning"] for each in learned if each["verdict"] == "inconclusive"],
             "refused": len(self.of("refused", until=until)),
             **({"away": list(dict.fromkeys(away))} if away else {}),
+            **({"people": people} if people else {}),
             "newest": [*steps.values()][-1],
-            "spent": f"{spent['runs']:.1f} full runs, {spent['hours']:.1f} h",
+            "spent": f"{spent['runs']:.1f} full runs, {spent['hours']:.1f} h (proposers {asked:.1f} h)",
             "left": f"{max(0.0, most - spent[unit]):.1f} {unit}",
         }
 
@@ -428,6 +532,13 @@ def described(entry: JournalEntry) -> tuple[str, str] | None:
             return "note", content["meaning"]
         case "followed":
             return "followed up", content["reason"]
+        case "note":
+            return "note by people", content["text"]
+        case "veto":
+            return "vetoed by people", content["text"]
+        case "budget" | "reopen":
+            added = ", ".join(f"{content[unit]:g} more {unit}" for unit in ("runs", "hours") if content[unit])
+            return "reopened" if entry.kind == "reopen" else "added to the budget", added or "with the budget as it was"
         case "ended":
             return "ended", content["reason"]
         case "intent" | "parts":

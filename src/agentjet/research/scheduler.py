@@ -21,7 +21,7 @@ nothing twice, and continue where they were interrupted.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise, product
@@ -145,13 +145,23 @@ class TrialRunner(Protocol):
         ...
 
 
+Vetoes = Callable[[Sequence[Trial]], Set[str]]
+"""Gives the arms that people vetoed before these trials are launched."""
+
+
+def no_veto(trials: Sequence[Trial]) -> Set[str]:
+    return frozenset()
+
+
 class TrialLauncher:
     """Launches the trials of a study once each, within its budget."""
 
-    def __init__(self, study: Study, log: StudyLog, runner: TrialRunner, arms: Mapping[str, str] = {}) -> None:
+    def __init__(
+        self, study: Study, log: StudyLog, runner: TrialRunner, arms: Mapping[str, str] = {}, vetoed: Vetoes = no_veto
+    ) -> None:
         """`arms` are the runner's names of arms, where they are not those of the study."""
         log.open_study(study)
-        self.study, self.log, self.runner, self._arms = study, log, runner, arms
+        self.study, self.log, self.runner, self._arms, self.vetoed = study, log, runner, arms, vetoed
 
     @property
     def spending(self) -> Spending:
@@ -249,13 +259,15 @@ def confirm(study: Study, settings: Mapping[str, Setting], launcher: TrialLaunch
     launcher.log.decide("frozen", {name: dict(setting) for name, setting in sorted(settings.items())})
     evidence = Evidence(settings)
     findings: dict[str, Finding] = {}
-    why = ""
+    why, vetoed = "", set[str]()
     for seeds in study.looks:
         still_open = [h for h in study.hypotheses if h.id not in findings and h.contrast.keys() <= settings.keys()]
+        vetoed |= launcher.vetoed(next_trials(study, evidence, still_open, seeds))
+        still_open = [h for h in still_open if not h.contrast.keys() & vetoed]
         if not still_open:
             break
         try:
-            extend(study, evidence, still_open, seeds, launcher)
+            extend(evidence, next_trials(study, evidence, still_open, seeds), launcher)
         except OutOfBudget as refusal:
             why = str(refusal)
             break
@@ -270,6 +282,8 @@ def confirm(study: Study, settings: Mapping[str, Setting], launcher: TrialLaunch
             continue
         tuned = hypothesis.contrast.keys() <= settings.keys()
         reason = why if tuned else "the budget was too small to tune all its arms"
+        if hypothesis.contrast.keys() & vetoed:
+            reason = "vetoed by people"
         findings[hypothesis.id] = finding(study, evidence, hypothesis, findings, reason)
     record(study, findings, launcher)
     return [findings[hypothesis.id] for hypothesis in study.hypotheses]
@@ -282,19 +296,23 @@ def record(study: Study, findings: Mapping[str, Finding], launcher: TrialLaunche
             launcher.log.decide(f"finding {hypothesis.id}", findings[hypothesis.id].to_json(), kind="finding")
 
 
-def extend(study: Study, evidence: Evidence, hypotheses: list[Hypothesis], seeds: int, launcher: TrialLauncher) -> None:
-    """Runs every arm under test up to `seeds` seeds. Raises `OutOfBudget` before the first launch.
+def next_trials(study: Study, evidence: Evidence, hypotheses: list[Hypothesis], seeds: int) -> list[Trial]:
+    """The trials that bring every arm under test to `seeds` seeds.
 
     The order of the arms is reversed with each seed, so that changes over time affect all arms alike.
     """
     asked = {name for hypothesis in hypotheses for name in hypothesis.contrast}
     arms = [arm.name for arm in study.arms if arm.name in asked]
-    trials = [
+    return [
         Trial(study.id, arm, evidence.settings[arm], seed_of(study, "confirm", number), "confirm")
         for number in range(seeds)
         for arm in (reversed(arms) if number % 2 else arms)
         if number >= evidence.launched(arm)
     ]
+
+
+def extend(evidence: Evidence, trials: list[Trial], launcher: TrialLauncher) -> None:
+    """Raises `OutOfBudget` before the first launch."""
     for trial, outcome in zip(trials, launcher.run(trials), strict=True):
         evidence.outcomes.setdefault(trial.arm, []).append(outcome)
 
@@ -564,12 +582,12 @@ class Search:
 
 
 def conduct(
-    study: Study, log: StudyLog, runner: TrialRunner, arms: Mapping[str, str] = {}
+    study: Study, log: StudyLog, runner: TrialRunner, arms: Mapping[str, str] = {}, vetoed: Vetoes = no_veto
 ) -> tuple[list[Finding], TrialLauncher]:
     """Returns the findings in the order of the hypotheses, and the launcher with its spending. `arms` are the runner's
     names of arms, such as commits, where they are not those of the study.
     """
-    launcher = TrialLauncher(study, log, runner, arms)
+    launcher = TrialLauncher(study, log, runner, arms, vetoed)
     findings = confirm(study, tune(study, launcher), launcher)
     diagnose(log)
     return findings, launcher

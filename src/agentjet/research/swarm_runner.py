@@ -24,6 +24,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -288,6 +289,13 @@ class Waiting(NamedTuple):
     """Empty: the slot's thread ends."""
 
 
+class RunningTrial(NamedTuple):
+    trial: Trial
+    slot: str
+    since: float
+    """Seconds since 1970."""
+
+
 class SwarmRunner:
     """A `TrialRunner` and context manager. Leaving it ends all processes; the next runner of the folder continues."""
 
@@ -319,6 +327,11 @@ class SwarmRunner:
         self._error: Exception | None = None
         """The error that ended the work of all slots."""
         self._threads: list[threading.Thread] = []
+        self._running: dict[str, RunningTrial] = {}
+
+    def running(self) -> list[RunningTrial]:
+        """The trials that slots work at now, oldest first."""
+        return list(self._running.copy().values())
 
     # ---- the methods of a `TrialRunner` -----------------------------------------------------------------------------
 
@@ -388,7 +401,10 @@ class SwarmRunner:
         pause = AWAY_SECONDS[0]
         while (waiting := self._waiting.get()).key and not self._stopping.is_set():
             try:
-                self._run_trial(waiting.key, slot)
+                try:
+                    self._run_trial(waiting.key, slot)
+                finally:
+                    self._running.pop(waiting.key, None)
                 pause = AWAY_SECONDS[0]
             except ServerUnavailable as gone:
                 self._waiting.put(waiting._replace(is_new=False))
@@ -425,6 +441,7 @@ class SwarmRunner:
         `ServerUnavailable` for a slot that is gone.
         """
         trial = Trial.from_json(read_json(self._launches / key / "trial.json"))
+        self._running[key] = RunningTrial(trial, slot.name, time.time())
         subject = self._subject_of(trial)
         run = self._runs / trial.run
         run.mkdir(exist_ok=True)

@@ -18,10 +18,10 @@ import math
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib.resources import files as package_files
+from itertools import count
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -51,7 +51,7 @@ from agentjet.research.campaign.strategist import (
 )
 from agentjet.research.campaign.subject_repo import SubjectRepo
 from agentjet.research.diagnosis import FAILED, PLAYS, toml_of
-from agentjet.research.journal import JournalEntry, Notebook, copied, stored, write_whole
+from agentjet.research.journal import JournalEntry, Notebook, copied, proposer_of, stored, write_whole
 from agentjet.research.models import (
     MEASURED,
     Arm,
@@ -130,7 +130,8 @@ class Position:
 
     base: RunObservation
     tip: RunObservation
-    depth: int = 0
+    unconfirmed: tuple[str, ...] = ()
+    """Names of the changes between them."""
 
 
 class Campaign:
@@ -156,6 +157,8 @@ class Campaign:
         self.question, self.notebook, self.repo = question, notebook, repo
         self.proposers, self.limits = proposers, limits
         self.runs = CampaignRuns(question, notebook, runner, clock, tell)
+        self.runs.ending = self._ending
+        self.position: Position | None = None
         self.tried: dict[str, set[str]] = {}
         """By commit, names of the interventions that were tried on it."""
         self.failures: dict[str, int] = {}
@@ -172,29 +175,27 @@ class Campaign:
 
         Raises `ConfigError` if the folder belongs to another campaign, or the servers stay away.
         """
-        known = self.notebook.known("ended")
-        if known is not None:
-            return known.content
+        if ended := self.notebook.over():
+            return ended.content
         planned = self._start().get("planned")
-        position = reason = None
         try:
             first = self.runs.observe([self.repo.first], seed_of(self.question, 0), "the subject", [1])[0]
-            if first.run.score is None:
-                raise Ending(f"the subject cannot run: {first.run.note}")
-            position = Position(first, first)
+            while first.run.score is None:
+                self.runs.end(f"the subject cannot run: {first.run.note}", "first run")
+            self.position, last = Position(first, first), ROUNDS
             if planned is not None:
                 self._answer(planned, first)
-            for number in range(1, ROUNDS + 1):
-                position = self._round(number, position)
-            raise Ending(f"{ROUNDS} rounds are done")
+            for number in count(1):
+                while number > last:
+                    last += ROUNDS * self.runs.end(f"{last} rounds are done", f"round {number}")
+                self.position = self._round(number, self.position)
         except Ending as ending:
-            reason = str(ending)
-        return self.runs.note("ended", self._ending(reason, position), "ended").content
+            return ending.args[0]
 
     def _answer(self, planned: Mapping[str, Any], first: RunObservation) -> None:
         """Conducts the study of the topic. Raises `Ending`."""
-        if broken := [sign.seen for sign in signs(first.run) if sign.cause in BROKEN]:
-            raise Ending(broken[0])
+        while broken := [sign.seen for sign in signs(first.run) if sign.cause in BROKEN]:
+            self.runs.end(broken[0], "first run")
         study, commits = Study.from_json(planned["study"]), planned["commits"]
         own = [arm.changes for arm in study.arms]
         if self.question.equal in MEASURED:
@@ -204,11 +205,10 @@ class Campaign:
         arms = tuple(replace(arm, changes=self.runs.setting(commits[arm.name], arm.changes)) for arm in study.arms)
         self.studies += 1
         study = replace(study, arms=arms, alpha=self.question.alpha_of(self.studies))
-        cost, left = estimate_cost(study), self.runs.left()
-        if left < cost.least:
-            raise Ending(
-                f"the study needs {cost.least:.1f} full runs at least, and the budget pays for {left:.1f} more"
-            )
+        cost = estimate_cost(study)
+        while (left := self.runs.left()) < cost.least:
+            needs = f"the study needs {cost.least:.1f} full runs at least, and the budget pays for {left:.1f} more"
+            self.runs.end(needs, "study of the topic")
         study = replace(study, budget=round(min(left, cost.most), 6))
         content = {"study": study.to_json(), "name": study.topic, "commits": commits}
         plan = json.dumps(content["study"], indent=2, ensure_ascii=False)
@@ -216,20 +216,21 @@ class Campaign:
         entry, key = self.runs.note("study", content, f"study {study.id}", [first.entry]), f"learned {study.id}"
         learned = self._learned(key, [entry.number], lambda: self._answered(study, commits))
         undecided = sum(one["verdict"] == "inconclusive" for one in learned["findings"])
-        raise Ending(
-            f"{undecided} of {len(study.hypotheses)} claims stay open" if undecided else "all claims are decided"
-        )
+        text = f"{undecided} of {len(study.hypotheses)} claims stay open" if undecided else "all claims are decided"
+        while True:
+            self.runs.end(text, "answer")
 
     def _answered(self, study: Study, commits: Mapping[str, str]) -> dict[str, Any]:
-        findings, content = self._conduct(study, commits, self.notebook.path / "study.sqlite")
+        findings, content = self._conduct(study, commits, file=self.notebook.path / "study.sqlite")
         said = " ".join(answer(study, {one.hypothesis: one for one in findings}))
         found = {"findings": [one.to_json() for one in findings], "verdict": "answered", "accepted": False}
         return {"name": study.topic, "meaning": said, **found, **content}
 
     def _learned(self, key: str, because: Sequence[int], learn: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The content of the entry about a study, which is conducted if the notebook lacks it. Spends its costs."""
-        known = self.notebook.known(key)
-        kind = key.partition(" ")[0]
+        known, kind = self.runs.known(key), key.partition(" ")[0]
+        for within in self.notebook.entries[because[0] : known.number] if known else ():
+            self.runs.apply(within)
         content: dict[str, Any] = (known or self.runs.note(kind, learn(), key, because)).content
         if known and (probed := content.get("probed")):
             self.runs.probes += probed["number"]
@@ -241,13 +242,17 @@ class Campaign:
 
     def _round(self, number: int, position: Position) -> Position:
         """Returns where the campaign stands after it. Raises `Ending`."""
+        self.runs.take(f"round {number}")
+        if self.runs.is_vetoed(*position.unconfirmed):
+            position = Position(position.base, position.base)
         candidates = self._propose(number, position)
         if not candidates:
             if position.tip != position.base:
-                return replace(position, tip=position.base, depth=0)
+                return Position(position.base, position.base)
             broken = [sign.seen for sign in signs(position.base.run) if sign.cause in BROKEN]
             unable = "".join(f"; {name} could not run: {note}" for name, note in self.unable.items())
-            raise Ending(broken[0] if broken else f"nothing is worth trying{unable}")
+            self.runs.end(broken[0] if broken else f"nothing is worth trying{unable}", f"round {number}")
+            return position
         screened = self._screen(number, position, candidates)
         promising = [found for found in screened if found.gain >= PROMISING * self.question.sesoi]
         for found in promising[:STUDIES]:
@@ -259,12 +264,15 @@ class Campaign:
                 continue
             if not self._is_repeated(number, position, found):
                 continue
+            self.runs.take(f"round {number} study of {found.candidate.commit}")
+            if self.runs.is_vetoed(found.candidate.intervention.name):
+                continue
             if self._confirm(number, position, found):
                 for other in screened:
                     self._count_failure(other.candidate, other.gain < 0)
-                with suppress(Ending):  # the next round ends the campaign, from the new base
-                    self._take_apart(number, position, found)
-                return Position(found.seen, found.seen)
+                self.position = Position(found.seen, found.seen)
+                self._take_apart(number, position, found)
+                return self.position
         for found in screened:
             self._count_failure(found.candidate)
         return self._deeper(number, position, screened)
@@ -278,24 +286,32 @@ class Campaign:
         found: list[Candidate] = []
         base, commits = position.tip.commit, {position.base.commit, position.tip.commit}
         worn = {name for name, times in self.failures.items() if times >= FAILURES}
+        worn.update(self.runs.vetoed)
         tried = self.tried.setdefault(base, set())
-        for place, proposer in enumerate(self.proposers):
-            last = place == len(self.proposers) - 1
+        present = {proposer.name: proposer for proposer in self.proposers}
+        asked_before = [e for e in self.notebook.of("intent") if e.key.startswith(f"round {number} asked ")]
+        for name in dict.fromkeys([*map(proposer_of, asked_before), *present]):
+            last = name == self.proposers[-1].name
             most = MOST - len(found) if last else max(1, MOST // 2 - len(found))
-            asked = f"round {number} asked {proposer.name}"
-            entry = self.notebook.known(asked) or self.runs.note(
+            asked = f"round {number} asked {name}"
+            entry = self.runs.known(asked)
+            if entry is None and self.runs.is_replayed():
+                continue  # it was not there in this round
+            entry = entry or self.runs.note(
                 "intent",
-                self.runs.patiently(partial(self._ask, proposer, position, worn | tried, most)),
+                self.runs.patiently(partial(self._ask, present[name], position, worn | tried, most)),
                 asked,
                 [position.tip.entry],
             )
             self.runs.spend(0.0, entry.content.get("hours", 0.0))
             for i, proposal in enumerate(entry.content["proposals"]):
-                key = f"round {number} {proposer.name} {i}"
+                key = f"round {number} {name} {i}"
                 try:
                     if i >= most:
                         raise Refused(f"more than {most} proposals in a round")
                     made = parsed(proposal)
+                    if self.runs.is_vetoed(made.name):
+                        raise Refused(f"people vetoed {made.name!r}")
                     if made.name in worn | tried:
                         raise Refused(f"{made.name!r} was tried; its result is in the notebook")
                     check_settings(made, position.tip.run.settings)
@@ -309,7 +325,7 @@ class Campaign:
                     continue
                 commits.add(commit)
                 tried.add(made.name)
-                content = {"origin": proposer.name, "commit": commit, "on": base, **made.to_json()}
+                content = {"origin": name, "commit": commit, "on": base, **made.to_json()}
                 hypothesis = self.runs.note("hypothesis", content, key, [entry.number, *made.evidence])
                 found.append(Candidate(hypothesis.number, commit, made))
         return found
@@ -318,7 +334,8 @@ class Campaign:
         if proposer is not self.proposers[-1]:
             self.runs.tell(f"asking {proposer.name}, which may take minutes")
         tip, entries, files = position.tip, tuple(self.notebook.entries), self.repo.files(position.tip.commit)
-        view = View(self.question.topic, tip.run, tip.entry, tried, entries, files, self.repo.judge_source())
+        judge = self.repo.judge_source()
+        view = View(self.question.topic, tip.run, tip.entry, tried, entries, files, judge, {*self.runs.vetoed})
         begun, asked = self.runs.working_time(), {"proposer": proposer.name}
         try:
             answers = proposer.propose(view, most)
@@ -332,14 +349,15 @@ class Campaign:
 
     def _screen(self, number: int, position: Position, candidates: list[Candidate]) -> list[Screened]:
         """Runs the candidates short, the better ones in full, with the seed of the base. Best first."""
-        because = [candidate.entry for candidate in candidates]
-        self._check_budget(1)
+        because, point = [candidate.entry for candidate in candidates], f"round {number} screen"
+        self._check_budget(1, point)
+        alive = self._not_vetoed(candidates, point)
         affordable = int(self.runs.left() - self.question.study_cost)
-        seed, alive = seed_of(self.question, 0), list(candidates)
+        seed = seed_of(self.question, 0)
         short: dict[str, float] = {}
         is_measured = self.question.equal in MEASURED
         each = 1.0 if is_measured else 1.0 - SHORT  # a full run goes on from the short one
-        if (len(alive) > 2 and affordable >= 2) or is_measured:
+        if (len(alive) > 2 and affordable >= 2) or (is_measured and alive):
             alive = alive[: max(1, int((self.runs.left() - self.question.study_cost - each) / SHORT + 1e-9))]
             seen = self.runs.observe([each.commit for each in alive], seed, f"round {number} screen", because, SHORT)
             short = {at.commit: at.run.score for at in seen if at.run.score is not None}
@@ -351,6 +369,7 @@ class Campaign:
                 ahead.insert(0, alive[0])
             else:
                 self._count_failure(alive[0])
+            ahead = self._not_vetoed(ahead, f"round {number} full runs")
             affordable = int((self.runs.left() - self.question.study_cost) / each + 1e-9)
             alive = ahead[: min(KEPT, affordable)]
         full = self.runs.observe([each.commit for each in alive[:affordable]], seed, f"round {number}", because)
@@ -375,16 +394,21 @@ class Campaign:
             if found.run.score is None:
                 self.unable[candidate.intervention.name] = as_text(shortened(found.run.note, 200))
 
-    def _check_budget(self, runs: int) -> None:
+    def _not_vetoed(self, candidates: Sequence[Candidate], point: str) -> list[Candidate]:
+        """The candidates that people did not veto until this point."""
+        self.runs.take(point)
+        return [each for each in candidates if not self.runs.is_vetoed(each.intervention.name)]
+
+    def _check_budget(self, runs: int, point: str) -> None:
         """Raises `Ending` if the budget does not pay for these full runs and a study after them."""
-        if self.runs.left() < runs + self.question.study_cost:
-            raise Ending("the budget that is left does not pay for another study")
+        while self.runs.left() < runs + self.question.study_cost:
+            self.runs.end("the budget that is left does not pay for another study", point)
 
     def _is_repeated(self, number: int, position: Position, found: Screened) -> bool:
         """True if the gain is clear, or comes again with a second seed: a study costs more than two runs."""
         if found.gain >= CLEAR * self.question.sesoi:
             return True
-        self._check_budget(2)
+        self._check_budget(2, f"round {number} again {found.candidate.commit}")
         commits, seed = (position.base.commit, found.seen.commit), seed_of(self.question, -1)
         base, changed = self.runs.observe(commits, seed, f"round {number} again", [found.candidate.entry])
         if base.run.score is None or changed.run.score is None:
@@ -397,7 +421,7 @@ class Campaign:
 
     def _confirm(self, number: int, position: Position, found: Screened) -> bool:
         """Conducts a study of the candidate against the base. True if it is supported."""
-        self._check_budget(0)
+        self._check_budget(0, f"round {number} study of {found.candidate.commit}")
         made, commits = found.candidate.intervention, (position.base.commit, found.candidate.commit)
         claim = Hypothesis(
             f"{made.name}: {made.predicts}".removesuffix(": ")[:300], "changed", "base", sign="+", why=made.why[:300]
@@ -433,7 +457,7 @@ class Campaign:
         parts = self.runs.patiently(partial(self.repo.parts, base, whole))
         if most < 1 or len(parts) < 2:
             return
-        known = self.notebook.known(f"parts of {whole}")
+        known = self.runs.known(f"parts of {whole}")
         if known is None:
             made: dict[str, dict[str, str]] = {"arms": {}, "inseparable": {}}
             for part in parts:
@@ -489,7 +513,8 @@ class Campaign:
         )
 
     def _compared(self, study: Study, made: Intervention) -> dict[str, Any]:
-        [finding], content = self._conduct(study, {arm.name: arm.code for arm in study.arms})
+        commits = {arm.name: arm.code for arm in study.arms}
+        [finding], content = self._conduct(study, commits, {"base": "", "changed": made.name})
         return {
             "name": made.name,
             "finding": finding.to_json(),
@@ -500,16 +525,17 @@ class Campaign:
         }
 
     def _conduct(
-        self, study: Study, commits: Mapping[str, str], file: Path | None = None
+        self, study: Study, commits: Mapping[str, str], names: Mapping[str, str] = {}, file: Path | None = None
     ) -> tuple[list[Finding], dict[str, Any]]:
         """The findings, and what the runs of the study add up to. The log of the study is written to the `file`, or is
-        in the content.
+        in the content. `names` are those of arms that people veto, if these are others.
         """
         begun, before, number = self.runs.working_time(), dict(self.runs.spent), self.runs.probes
 
         def act() -> tuple[list[Finding], TrialLauncher]:
+            runner = StudyRuns(self.runs, names)
             with copied(file) as log:
-                return conduct(study, log, StudyRuns(self.runs), commits)
+                return conduct(study, log, runner, commits, runner.vetoed)
 
         findings, launcher = self.runs.patiently(act)
         assert isinstance(launcher.runner, StudyRuns)
@@ -532,11 +558,13 @@ class Campaign:
         ended = [
             (position.tip.causes - found.seen.causes, found)
             for found in screened
-            if found.gain > -2 * self.question.sesoi and "leaking_judge" not in found.seen.causes
+            if not self.runs.is_vetoed(found.candidate.intervention.name)
+            and found.gain > -2 * self.question.sesoi
+            and "leaking_judge" not in found.seen.causes
         ]
         ended = [(gone, found) for gone, found in ended if gone]
-        if not ended or position.depth >= DEPTH:
-            return replace(position, tip=position.base, depth=0)
+        if not ended or len(position.unconfirmed) >= DEPTH:
+            return Position(position.base, position.base)
         gone, best = max(ended, key=lambda pair: (len(pair[0]), pair[1].gain))
         content = {
             "tip": best.candidate.commit,
@@ -544,7 +572,7 @@ class Campaign:
             "confirmed; another trouble may hide it",
         }
         self.runs.note("followed", content, f"round {number} followed", [best.seen.entry])
-        return Position(position.base, best.seen, position.depth + 1)
+        return Position(position.base, best.seen, (*position.unconfirmed, best.candidate.intervention.name))
 
     # ---- the notebook ------------------------------------------------------------------------------------------------
 
@@ -584,7 +612,8 @@ class Campaign:
         content = {"asked": as_text(asked), "reason": as_text(reason)}
         self.runs.note("refused", content, f"{key} refused", [entry])
 
-    def _ending(self, reason: str | None, position: Position | None) -> dict[str, Any]:
+    def _ending(self, reason: str) -> dict[str, Any]:
+        position = self.position
         accepted = [entry.content["name"] for entry in self.notebook.of("learned") if entry.content["accepted"]]
         return {
             "reason": reason,

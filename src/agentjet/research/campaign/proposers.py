@@ -93,7 +93,7 @@ class LanguageModel:
         """Raises `ProposerAway` if the model does not answer."""
         tools = ProposalTools(view, most, self.papers)
         messages: list[Message] = [{"role": "system", "content": RULES.format(most=most, topic=view.topic)}]
-        messages.append({"role": "user", "content": f"The newest run is entry {view.observed}. Begin."})
+        messages.append({"role": "user", "content": f"The newest run is entry {view.observed}. Begin.{view.remarks()}"})
         deadline, prose = time.monotonic() + self.seconds, 0
         for _ in range(MAX_TURNS):
             if time.monotonic() > deadline:
@@ -406,7 +406,7 @@ class CodingAgent:
             write_files(files, folder / "a")
             write_files(files, folder / "work" / "subject")
             write_files(facts(view), folder / "work" / "campaign")
-            self._run(folder, TASK.format(topic=view.topic))
+            self._run(folder, TASK.format(topic=view.topic) + view.remarks())
             if odd := odd_file(folder / "work" / "subject"):
                 return [f"the coding agent left {odd!r}, which is not a regular file"]
             try:

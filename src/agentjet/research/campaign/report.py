@@ -73,7 +73,7 @@ def with_links(page: str, steps: Sequence[Mapping[str, Any]]) -> str:
 
 def gather(notebook: Notebook) -> Facts:
     """Every fact of the report, each from an entry. Raises `ConfigError` if nothing was observed."""
-    started, ended = notebook.known("started"), notebook.known("ended")
+    started, ended = notebook.known("started"), notebook.ending()
     reason = ended.content["reason"] if ended else ""
     observed = [entry for entry in notebook.of("observed") if entry.content["outcome"]["score"] is not None]
     if started is None or not observed:
@@ -102,7 +102,7 @@ def gather(notebook: Notebook) -> Facts:
         "asks": started.content["asks"],
         **chapters(notebook),
         "subject": {**subject(first.content["outcome"]), "commit": started.content["first"]},
-        "budget": ", ".join(f"{value:g} {name}" for name, value in question["budget"].items() if value),
+        "budget": budget(notebook),
         "answer": answer(studies, first, reason, question["sesoi"]),
         "promising": PROMISING * question["sesoi"],
         "worth": WORTH,
@@ -183,6 +183,14 @@ def learned_by(fixed: JournalEntry, notebook: Notebook) -> tuple[JournalEntry | 
         log.entry(kind, content)
     log.open_study(Study.from_json(fixed.content["study"]))
     return learned, StudyView(log)
+
+
+def budget(notebook: Notebook) -> str:
+    """The budget as given, and what people added."""
+    (unit, most), added = notebook.budget(), notebook.of("budget", "reopen")
+    given = most - math.fsum(entry.content[unit] for entry in added)
+    more = (f"{entry.content[unit]:g} were added (#{entry.number})" for entry in added if entry.content[unit])
+    return ", ".join([f"{given:g} {unit}", *more])
 
 
 def study(fixed: JournalEntry, learned: JournalEntry | None, view: StudyView, notebook: Notebook) -> Facts:

@@ -24,9 +24,9 @@ import numpy as np
 from agentjet.errors import ConfigError
 from agentjet.research.campaign.strategist import causes, facts_of, signs
 from agentjet.research.campaign.subject_repo import METRIC
-from agentjet.research.journal import JournalEntry, Notebook
+from agentjet.research.journal import HUMAN, JournalEntry, Notebook
 from agentjet.research.models import MEASURED, Equal, Outcome, Record, Setting, Trial, hash_of, refuse
-from agentjet.research.scheduler import MAX_ATTEMPTS, TrialRunner, added_cost
+from agentjet.research.scheduler import MAX_ATTEMPTS, TrialRunner, added_cost, launch_key
 from agentjet.research.swarm_runner import ServerUnavailable
 
 SHORT = 1 / 3
@@ -61,7 +61,7 @@ class Clock(Protocol):
 
 
 class Ending(Exception):
-    """The campaign is over."""
+    """The campaign is over. The argument is the content of the entry `ended`."""
 
 
 @dataclass(frozen=True)
@@ -169,6 +169,18 @@ class CampaignRuns:
         self._waited = 0.0
         self._reached: dict[str, float] = {}
         self._under_way: dict[str, Trial] = {}
+        self.ending: Callable[[str], object] = lambda reason: {"reason": reason}
+        """The content of the entry `ended`."""
+        self.added = 0.0
+        """What people added to the budget."""
+        self.vetoed: dict[str, int] = {}
+        """By name of an intervention or an arm, the entry of its veto."""
+        self._endings = 0
+        self._passed = 0
+        """Number of the last entry that this process has come to."""
+        self._applied: set[int] = set()
+        self._ignored: set[str] = set()
+        """Names of files in the inbox that cannot be used."""
 
     def observe(
         self,
@@ -197,10 +209,10 @@ class CampaignRuns:
         own = {name: value for name, value in trial.setting.items() if name != "steps"}
         varied = f" {hash_of(own)[:8]}" if own else ""
         key = f"{trial.arm[:16]}{varied} {trial.seed} {trial.fidelity:.4f} {attempt}"
-        if key not in self._under_way and self._cost(trial) > self.left():
-            raise Ending("the budget is spent")
+        while key not in self._under_way and self._cost(trial) > self.left():
+            self.end("the budget is spent", f"launch {key}")
         self._under_way[key] = trial
-        if self.notebook.known(f"observed {key}") is None:
+        if self.known(f"observed {key}") is None:
             self.note("intent", {"key": key, "trial": trial.to_json()}, f"intent {key}", because)
             if not self.patiently(lambda: self.runner.has(key)):
                 self.patiently(lambda: self.runner.launch(key, trial))
@@ -218,10 +230,11 @@ class CampaignRuns:
     ) -> tuple[JournalEntry, Outcome, bool]:
         """The entry of an attempt, its outcome, and True if the notebook lacked it."""
         key = self._launch(trial, attempt, because)
-        known = self.notebook.known(f"observed {key}")
+        known = self.known(f"observed {key}")
         entry = known or self.note("observed", {"why": why, **self._collected(key, trial)}, f"observed {key}", because)
         del self._under_way[key]
-        self.spend(entry.content["cost"], entry.content["hours"])
+        if self._is_first(entry):  # the second seed of a base serves in several rounds
+            self.spend(entry.content["cost"], entry.content["hours"])
         run = Outcome.from_json(entry.content["outcome"])
         if run.score is not None:
             added_cost(self._reached, trial)
@@ -299,17 +312,96 @@ class CampaignRuns:
         """Full runs that the budget still pays for, without those that are under way."""
         spent, waiting = self.spent, sum(map(self._cost, self._under_way.values()))
         if self.budget.runs is not None:
-            return self.budget.runs - spent["runs"] - waiting
+            return self.budget.runs + self.added - spent["runs"] - waiting
         assert self.budget.hours is not None
         each = spent["hours"] / spent["runs"] if spent["runs"] else 0.0
-        return (self.budget.hours - spent["hours"]) / each - waiting if each else math.inf
+        return (self.budget.hours + self.added - spent["hours"]) / each - waiting if each else math.inf
+
+    # ---- people ------------------------------------------------------------------------------------------------------
+
+    def take(self, point: str, is_past: bool = False, kinds: Sequence[str] = HUMAN) -> bool:
+        """Applies the messages of people that belong to this point of the campaign; true if there are new ones. Those
+        that wait are entered first, unless the campaign has been further.
+        """
+        is_new = False
+        for number in count(1):
+            key = f"{point}, message {number}"
+            entry = self.known(key) or (None if is_past or self.is_replayed() else self._entered(key, kinds))
+            if entry is None:
+                return is_new
+            is_new |= self.apply(entry)
+        raise AssertionError
+
+    def _entered(self, key: str, kinds: Sequence[str]) -> JournalEntry | None:
+        """The entry of the oldest message that waits. It may have been entered by a process that was killed then."""
+        inbox, entered = self.notebook.inbox, {entry.content["file"] for entry in self.notebook.of(*HUMAN)}
+        for name, message in inbox.waiting().items():
+            if name not in entered and message.kind in kinds:
+                entry = self.note(message.kind, {"file": name, **message.to_json()}, key)
+                inbox.remove(name)
+                return entry
+            if name in entered:
+                inbox.remove(name)
+        for name in sorted({*inbox.foreign} - self._ignored):
+            self.tell(f"{inbox.path / name} is not a message to this campaign, and is ignored: {inbox.foreign[name]}")
+            self._ignored.add(name)
+        return None
+
+    def apply(self, entry: JournalEntry) -> bool:
+        """Does what an entry of people says, or counts an ending. False if that was done before."""
+        if not self._is_first(entry):
+            return False
+        match entry.kind:
+            case "veto":
+                self.vetoed.setdefault(entry.content["text"].strip(), entry.number)
+            case "budget" | "reopen":
+                self.added += entry.content["hours" if self.budget.runs is None else "runs"]
+            case "ended":
+                self._endings += 1
+        return True
+
+    def _is_first(self, entry: JournalEntry) -> bool:
+        """True if this process has not counted the entry yet."""
+        is_first = entry.number not in self._applied
+        self._applied.add(entry.number)
+        return is_first
+
+    def is_vetoed(self, *names: str) -> bool:
+        """True for the name of a vetoed change, or of several changes with a vetoed one."""
+        return any(part in self.vetoed for name in names for part in (name, *name.split(" + ")))
+
+    def end(self, reason: str, point: str) -> bool:
+        """Ends the campaign by `Ending`. Returns if people wrote just before, so that the caller looks again; true if
+        they reopened the campaign after this end.
+        """
+        if self.take(f"{point}, before the end"):
+            return False
+        key = f"ended {self._endings + 1}" if self._endings else "ended"
+        ended = self.note("ended", self.ending(reason), key)
+        self.apply(ended)
+        if not self.take(f"after {key}", kinds=("reopen",)):
+            raise Ending(ended.content)
+        return True
 
     # ---- entries and patience ----------------------------------------------------------------------------------------
 
     def note(self, kind: str, content: object, key: str, because: Sequence[int] = ()) -> JournalEntry:
         """The entry under the key, which has this content if it is new. Waits while the disk is full."""
+        known = self.known(key) or self.patiently(lambda: self.notebook.entry(kind, content, because, key=key))
+        return self._come_to(known)
+
+    def known(self, key: str) -> JournalEntry | None:
         known = self.notebook.known(key)
-        return known or self.patiently(lambda: self.notebook.entry(kind, content, because, key=key))
+        return known and self._come_to(known)
+
+    def _come_to(self, entry: JournalEntry) -> JournalEntry:
+        if entry.kind != "edited":  # a resumed campaign begins with it
+            self._passed = max(self._passed, entry.number)
+        return entry
+
+    def is_replayed(self) -> bool:
+        """True while the notebook has entries that this process has not come to."""
+        return any(entry.kind != "edited" for entry in self.notebook.entries[self._passed :])
 
     def patiently(self, act: Callable[[], T]) -> T:
         """Calls `act`, again and again while servers or the disk are away. Raises `ConfigError` in the end."""
@@ -340,6 +432,8 @@ class StudyRuns:
     """The `TrialRunner` of a study. A lost run is repeated as in screens: see `were_away`."""
 
     runs: CampaignRuns
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Names by which people know arms, if these are others."""
     trials: dict[str, Trial] = field(default_factory=dict)
     repeated: float = 0.0
     """Full runs of the repeats. The study does not count them."""
@@ -347,6 +441,13 @@ class StudyRuns:
     def has(self, key: str) -> bool:
         """False, so that each process is given the trials."""
         return False
+
+    def vetoed(self, trials: Sequence[Trial]) -> set[str]:
+        """Names of the arms that people vetoed before these trials."""
+        if trials:
+            keys = [launch_key(trial, 1) for trial in trials]
+            self.runs.take(f"launch {keys[0]}", is_past=any(map(self.runs.runner.has, keys)))
+        return {trial.arm for trial in trials if self.runs.is_vetoed(self.names.get(trial.arm, trial.arm))}
 
     def launch(self, key: str, trial: Trial) -> None:
         self.trials[key] = trial

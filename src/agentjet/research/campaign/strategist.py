@@ -39,6 +39,8 @@ Kind = Literal["settings", "recipe", "agent", "prompt", "reward", "curriculum", 
 LONGEST_NAME = 160
 LONGEST_PATCH = 200_000
 Reason = Annotated[str, Field(max_length=2_000)]
+NOTES = 5
+"""Notes of people that stand in a prompt. The notebook has all."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,15 @@ class View:
     """The commit's text files by path, without the judge's held-out tasks."""
     judge_source: str
     """Source of the evaluator, which an arm may copy as its training reward."""
+    vetoed: Set[str] = frozenset()
+    """Names of interventions that people vetoed."""
+
+    def remarks(self) -> str:
+        """Vetoes and the newest notes of people, for a prompt; empty without any."""
+        notes = [f"{e.content['text']} (entry {e.number})" for e in self.notebook if e.kind == "note"][-NOTES:]
+        vetoes = [f"Do not propose {', '.join(map(repr, sorted(self.vetoed)))}: vetoed."] if self.vetoed else []
+        said = [*(["Notes, newest first:", *reversed(notes)] if notes else []), *vetoes]
+        return "\n".join(["", "The people who keep this campaign wrote:", *said]) if said else ""
 
 
 class Proposer(Protocol):
@@ -442,7 +453,7 @@ class Strategist:
             return []
         left = facts_of(run).get("left", 1.0)
         fitting = [row for row in table()[1] if (row.cause in shown or not row.cause) and not row.unless & shown]
-        rows = [row for row in fitting if row.prior * left >= WORTH]
+        rows = [row for row in fitting if row.prior * left >= WORTH and row.name not in view.vetoed]
         found = [(row, made) for row in rows if (made := combined(view, [row])) is not None]
         found.sort(key=lambda pair: -pair[0].prior)
         best: dict[str, Remedy] = {}
