@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,7 @@ def gather(notebook: Notebook) -> dict[str, Any]:
         "cost": {
             **notebook.spending(),
             **volume(observed, notebook),
+            **asking(notebook),
             "observed": len(observed),
             "hypotheses": len(notebook.of("hypothesis")),
             "untried": len(untried),
@@ -240,6 +242,14 @@ def proposers(notebook: Notebook) -> dict[str, list[str | None]]:
             name = proposer_of(entry)
             asked.setdefault(sentence(KNOWN_AS.get(name, name)), []).append(entry.content.get("away"))
     return asked
+
+
+def asking(notebook: Notebook) -> dict[str, Counter[str]]:
+    """Tokens that language models read and wrote, their price, and the hours of waiting; nothing without a model."""
+    used = Counter[str]()
+    for content in (entry.content for entry in notebook.of("intent") if "used" in entry.content):
+        used.update({"hours": content["hours"], **content["used"]})
+    return {"asking": used} if used else {}
 
 
 def row(entry: JournalEntry, untried: set[int]) -> dict[str, Any] | None:
