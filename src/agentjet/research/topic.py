@@ -62,7 +62,7 @@ class Citation(PlanPart):
 
     file: str
     says: Reason
-    """What it says about the question, in a sentence."""
+    """The sentence that matters for the question."""
     title: str = ""
     """Its first line."""
 
@@ -75,7 +75,7 @@ class StudyQuestion(PlanPart):
     topic: str
     form: Form
     varied: tuple[Varied, ...] = ()
-    """What the arms differ in. Interactions have two factors, diagnoses and trade-offs any number, others one."""
+    """Factors in which the arms differ. Interactions have two, diagnoses and trade-offs any number, others one."""
     metrics: Annotated[tuple[Metric, ...], Field(min_length=1)] = ("score",)
     """Fixed before the data; the first one decides. In a trade-off, the aim for the second one is a small value."""
     equal: Equal = "episodes"
@@ -89,14 +89,14 @@ class StudyQuestion(PlanPart):
     factor has none: the subject as it is.
     """
     expects: Reason = ""
-    """What the author of the plan expects. It decides nothing."""
+    """The result that the author of the plan expects. It decides nothing."""
     refutes: Reason = ""
     """A result that would refute it."""
     cites: tuple[Citation, ...] = ()
     planner: str = ""
-    """Who planned it, if not the grammar alone."""
+    """Origin of the plan, if it is not the grammar alone."""
     used: Mapping[str, float] = Field(default_factory=dict)
-    """What asking planners has cost: `hours`, tokens `read` and `written`, and their `price`."""
+    """Cost of asking planners: `hours`, tokens `read` and `written`, and their `price`."""
 
     def reading(self) -> str:
         """Returns the sentence by which a person sees how the topic was read."""
@@ -225,7 +225,7 @@ EMPTY = "the topic is empty: give the question, such as 'Does a KL penalty help?
 
 
 def check_length(topic: str) -> str:
-    """Raises `ConfigError` for an empty topic, and for one that is no question."""
+    """Raises `ConfigError` for an empty topic, and for one that is too long."""
     refuse(not topic.strip(), EMPTY)
     refuse(
         len(topic) > LONGEST_TOPIC, f"the topic has {len(topic)} characters: give a question of at most {LONGEST_TOPIC}"
@@ -540,7 +540,7 @@ def checked(
     names = [one.factor for one in question.varied]
     for name in (*names, *question.needs):
         if name not in factors():
-            raise ConfigError(did_you_mean(name, factors(), f"there is no factor {name!r}", separator="."))
+            raise ConfigError(f"{name}: {did_you_mean(name, factors(), 'there is no such factor', separator='.')}")
         if why := factors()[name].refused:
             raise ConfigError(f"the topic {question.topic!r} asks about {name}: {why}")
     needs = {name: factors()[name].needs for name in question.needs}
@@ -619,7 +619,7 @@ def _check_together(levels: Setting, settings: Setting) -> None:
 
 
 NUMBER_OF_FACTORS: Mapping[Form, range] = {"interaction": range(2, 3), "diagnose": range(10), "trade_off": range(1, 10)}
-"""Of forms that may have another number than one."""
+"""Numbers of factors that a form may have. All other forms have one."""
 
 
 def _check_form(question: StudyQuestion, names: Sequence[str]) -> None:
@@ -642,7 +642,7 @@ def _check_form(question: StudyQuestion, names: Sequence[str]) -> None:
 
 
 def _combined(form: Form, levels: Mapping[str, Sequence[Value]]) -> list[dict[str, Value]]:
-    """Returns the levels of each arm. Raises `ConfigError` for too many. Of interactions the ends are compared."""
+    """Returns the levels of each arm: in an interaction the ends. Raises `ConfigError` for too many."""
     if form == "interaction":
         levels = {name: (own[0], own[-1]) for name, own in levels.items() if own}
     number = math.prod(map(len, levels.values()))

@@ -132,7 +132,6 @@ def planned(answer: Mapping[str, Any], topic: str, view: PlanView, papers: Mappi
         raise ConfigError(mistake(error, PLANNED)) from None
     settings = parse_subject(view.files[SUBJECT], SUBJECT).settings if SUBJECT in view.files else {}
     question = checked(question, settings, papers)
-    question.model_dump_json()  # Refuses text that cannot be stored.
     view.check(question)
     return question
 

@@ -96,7 +96,7 @@ class LanguageModel:
     limit: str = ""
     """A sentence for the report about the origin of its answers."""
     prices: tuple[float, float] = (0.0, 0.0)
-    """Of a million tokens that the model reads, and of a million that it writes."""
+    """Prices of a million tokens that the model reads, and of a million that it writes."""
     used: Mapping[str, float] = field(default_factory=dict)
     """Tokens `read` and `written` in the newest request, and their `price`."""
 
@@ -179,7 +179,7 @@ class ModelTools:
         return self.ended or len(self.proposals) >= self.most
 
     def schema(self) -> Tool:
-        """Of a proposal."""
+        """The JSON schema of a proposal."""
         raise NotImplementedError
 
     def definitions(self) -> list[Tool]:
@@ -337,7 +337,7 @@ class LlmEndpoint:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Of the SDK's client. Without a key the SDK would send that of the environment."""
+        """Arguments of the SDK's client. Without a key the SDK would send that of the environment."""
         return {"api_key": self.api_key or "none", "max_retries": 0, "timeout": None}
 
     def reply(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Reply:
