@@ -530,12 +530,12 @@ def shown_level(level: Value) -> str:
 
 
 def checked(
-    question: StudyQuestion, settings: Setting = MappingProxyType({}), papers: Mapping[str, str] = MappingProxyType({})
+    question: StudyQuestion, settings: Setting | None = None, papers: Mapping[str, str] = MappingProxyType({})
 ) -> StudyQuestion:
     """Returns a question with what a person must give for it, and with the titles of its papers.
 
-    `settings` are those of the subject. Raises `ConfigError` for factors, levels and amounts that are not those of the
-    registry, or that do not fit each other or the form.
+    `settings` are those of the subject, if it is known: then a server must take the levels. Raises `ConfigError` for
+    factors, levels and papers that do not exist, and for levels and forms that do not fit.
     """
     names = [one.factor for one in question.varied]
     for name in (*names, *question.needs):
@@ -547,7 +547,7 @@ def checked(
     for name, needed in needs.items():
         refuse(not needed, f"needs: a study sets {name} itself: give its levels")
     for one in question.varied:
-        needs |= _needs(one, question)
+        needs |= _needs(one, question) if question.form != "diagnose" else {}
         refuse(len(one.levels) > MOST_ARMS, f"{one.factor}: {len(one.levels)} levels: give at most {MOST_ARMS}")
         refuse(len({*map(str, one.levels)}) < len(one.levels), f"{one.factor}: a level is named twice in {one.levels}")
         is_given = one.factor in needs or (one.factor == "job.recipe" and "own_recipe" in needs)
@@ -572,17 +572,29 @@ def checked(
         one.model_copy(update={"title": papers[one.file].strip().partition("\n")[0].strip("# ")[:200]})
         for one in question.cites
     )
-    return question.model_copy(update={"needs": needs if question.form != "diagnose" else {}, "cites": cites})
+    return question.model_copy(update={"needs": needs, "cites": cites})
 
 
 def _needs(one: Varied, question: StudyQuestion) -> dict[str, str]:
     """Returns what a person must give for the levels of a factor, by factor."""
-    made = [str(level) for level in one.levels if level in question.patches or FILE_AND_FUNCTION.search(str(level))]
-    if one.factor in CODE and len(made) >= max(1, len(one.levels) - 1) and len(one.levels) > 1:
+    own = [str(level) for level in one.levels]
+    if one.factor in CODE:
+        made = [level for level in own if level in question.patches or FILE_AND_FUNCTION.search(level)]
+        if made and len(own) - len(made) <= 1 < len(own):
+            return {}
+        refuse(bool(made), f"{one.factor} = {one.levels}: all but one need a patch, or are FILE.py:FUNCTION")
+    if one.factor == "model" and own and all(map(_is_model, own)):
         return {}
-    refuse(bool(made), f"{one.factor} = {one.levels}: all but one need a patch, or are FILE.py:FUNCTION")
-    name = "teacher" if one.factor == "job.recipe" and "distill" in one.levels else one.factor
+    name = "teacher" if one.factor == "job.recipe" and "distill" in own else one.factor
     return {name: needed} if (needed := factors()[name].needs) else {}
+
+
+def _is_model(name: str) -> bool:
+    try:
+        check_model_name(name, "model")
+    except ConfigError:
+        return False
+    return True
 
 
 FILE_AND_FUNCTION = re.compile(r"\.py:\w+$")
@@ -611,11 +623,13 @@ def _check_level(name: str, level: Value) -> None:
         refuse(wrong_text, f"{shortened(wrong, LONGEST_LEVEL)}give a text of at most {LONGEST_LEVEL} characters")
 
 
-def _check_together(levels: Setting, settings: Setting) -> None:
+def _check_together(levels: Setting, settings: Setting | None) -> None:
     """Raises `ConfigError` if a server refuses these levels with the subject's settings."""
+    if settings is None:
+        return
     own = {"job.recipe.name" if name == "job.recipe" else name: level for name, level in levels.items()}
     if of_server := {name: level for name, level in own.items() if name.startswith(("job.", "model."))}:
-        check_job({"job.optimizer.total_steps": Subject.steps, **settings, **of_server})
+        check_job({**settings, **of_server})
 
 
 NUMBER_OF_FACTORS: Mapping[Form, range] = {"interaction": range(2, 3), "diagnose": range(10), "trade_off": range(1, 10)}

@@ -19,6 +19,7 @@ from agentjet.research.campaign.proposers import CodingAgent, LanguageModel, Llm
 from agentjet.research.campaign.strategist import unified_diff
 from agentjet.research.campaign.subject_repo import SubjectRepo
 from agentjet.research.topic import StudyQuestion
+from bench.topics import by_script, topics
 from tests.research.campaign.llm_server import LlmServer, openai_answer
 from tests.research.campaign.subjects import write_subject
 
@@ -114,6 +115,7 @@ LR = {"factor": "job.optimizer.lr", "levels": [1e-5, 1e-4]}
         (levels("steps", 0, 40), "steps = 0: give a whole number from 1 on"),
         (levels("tasks.number", "half", "all"), "tasks.number = 'half': give a number of tasks, a share"),
         (levels("tasks.order", "given", 7), "give a text of at most 160 characters"),
+        (levels("agent", "agent.py:agent", "judge.py:score"), "the subject has no file 'judge.py': patch it in"),
         (levels("agent", "as given", "critic", "pair") | {"patches": {"pair": "x"}}, "all but one need a patch"),
         ({"patches": {"0.02": "--- a/x"}}, "patches: '0.02' is not a level of agent, prompt, reward"),
         ({"form": "interaction"}, "form = 'interaction': it has 2 factor(s), and not 1"),
@@ -136,7 +138,9 @@ LR = {"factor": "job.optimizer.lr", "levels": [1e-5, 1e-4]}
     ],
 )
 def test_an_invalid_plan_is_answered_with_the_reason(changes: Mapping[str, Any], reason: str, tmp_path: Path) -> None:
-    question, requests = asked(tmp_path, plan(**changes), plan(), view=PlanView({"subject.toml": SUBJECT}))
+    question, requests = asked(
+        tmp_path, plan(**changes), plan(), view=PlanView({"subject.toml": SUBJECT, "agent.py": ""})
+    )
     assert question.planner == "a language model" and reason in requests[1][2]["messages"][-1]["content"]
 
 
@@ -148,8 +152,12 @@ def test_levels_that_only_a_person_has_are_needs(tmp_path: Path) -> None:
         (levels("job.recipe", "grpo") | {"needs": {"own_recipe": "theirs"}}, ["own_recipe"]),
         (levels("agent", "as given", "critic") | {"patches": {"critic": "--- a/x"}}, []),
         (levels("agent", "one.py:agent", "two.py:agent"), []),
+        (levels("model", "0.5B", "3B") | {"form": "scaling"}, ["model"]),
+        (levels("model", "Qwen/Qwen3-0.6B", "Qwen/Qwen3-4B") | {"form": "scaling"}, []),
+        ({"form": "diagnose", "varied": []}, []),
     ):
-        assert [*asked(tmp_path, plan(**changes))[0].needs] == needed
+        view = PlanView({"one.py": "", "two.py": ""})
+        assert [*asked(tmp_path, plan(**changes), view=view)[0].needs] == needed
 
 
 @pytest.mark.parametrize(
@@ -189,6 +197,14 @@ def test_a_topic_that_is_none_asks_nobody(topic: str, why: str, tmp_path: Path) 
 def test_text_of_a_model_cannot_steer_a_terminal(tmp_path: Path) -> None:
     question, _ = asked(tmp_path, plan(expects="more\n\x1b[2Jscore"))
     assert "expected: more  [2Jscore" in question.reading()
+
+
+@pytest.mark.parametrize("topic", topics()[::23], ids=lambda topic: topic["text"][:60])
+def test_scripted_plans_are_accepted_as_asked(topic: dict[str, Any]) -> None:
+    """Also after prose and an invalid plan."""
+    for is_sloppy in (False, True):
+        result, text = by_script(topic, is_sloppy)
+        assert result == "as_asked", text
 
 
 @pytest.mark.needs("bubblewrap")

@@ -17,13 +17,15 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from agentjet.client.agent_source import file_and_function
 from agentjet.config import parse_config
 from agentjet.errors import ConfigError
+from agentjet.recipes import registry
 from agentjet.research.campaign.proposers import REPAIRS, CodingAgent, LanguageModel, ModelTools, Tool, texts_of
 from agentjet.research.campaign.strategist import Intervention, Proposer, ProposerAway
 from agentjet.research.campaign.subject_repo import SUBJECT, SubjectRepo, parse_subject
-from agentjet.research.models import mistake, shortened, unknown_key
-from agentjet.research.topic import WORDS_OF_FORMS, StudyQuestion, check_length, checked, factors, read_topic
+from agentjet.research.models import Subject, Value, mistake, refuse, shortened, unknown_key
+from agentjet.research.topic import CODE, WORDS_OF_FORMS, StudyQuestion, check_length, checked, factors, read_topic
 
 PLANNED = ("form", "varied", "metrics", "equal", "needs", "patches", "expects", "refutes", "cites")
 """Fields of a question that a planner gives."""
@@ -70,12 +72,20 @@ class PlanView:
     def of(cls, repo: SubjectRepo, findings: Sequence[str] = ()) -> PlanView:
         return cls(repo.files(repo.first), repo.judge_source(), findings, partial(check_patches, repo))
 
+    @property
+    def settings(self) -> dict[str, Value]:
+        """Those of a full run. Without a subject those of the default one."""
+        given = parse_subject(self.files[SUBJECT], SUBJECT) if SUBJECT in self.files else None
+        steps, own = (given.steps, given.settings) if given else (Subject.steps, {})
+        return {"job.optimizer.total_steps": steps, **own}
+
     def rules(self) -> str:
         listed = {name: one for name, one in factors().items() if name != "nothing"}
         default = parse_config({})
         lines = []
         for name, one in listed.items():
-            known = {"factor": name, "words": one.words[:4], "levels": one.levels, "is_ordered": one.ordered}
+            levels = registry.built_in() if name == "job.recipe" else one.levels
+            known = {"factor": name, "words": one.words[:4], "levels": levels, "is_ordered": one.ordered}
             if name.startswith(("job.", "model.")) and name != "job.recipe":
                 known["default"] = reduce(getattr, name.split("."), default)
             lines += [] if one.refused else [json.dumps(known | ({"needs": one.needs} if one.needs else {}))]
@@ -115,7 +125,7 @@ def question_of(topic: str, proposers: Sequence[Proposer], view: PlanView | None
             break
     if question is None:
         try:
-            question = read_topic(topic)
+            question = checked(read_topic(topic), view.settings)
         except ConfigError as error:
             raise ConfigError(f"{error}{away}") from None
     by = question.planner or ("the offline grammar" if away else "")
@@ -130,8 +140,12 @@ def planned(answer: Mapping[str, Any], topic: str, view: PlanView, papers: Mappi
         question = StudyQuestion.model_validate({**answer, "topic": topic, "planner": by})
     except ValidationError as error:
         raise ConfigError(mistake(error, PLANNED)) from None
-    settings = parse_subject(view.files[SUBJECT], SUBJECT).settings if SUBJECT in view.files else {}
-    question = checked(question, settings, papers)
+    question = checked(question, view.settings, papers)
+    for level in (str(level) for one in question.varied if one.factor in CODE for level in one.levels):
+        file, _ = file_and_function(level)
+        refuse(
+            file.endswith(".py") and file not in view.files, f"{level}: the subject has no file {file!r}: patch it in"
+        )
     view.check(question)
     return question
 
@@ -180,7 +194,7 @@ def plan_with(model: LanguageModel, topic: str, view: PlanView) -> StudyQuestion
     texts = texts_of(view.files, view.judge_source, model.papers)
     tools = PlanTools(texts, topic=topic, view=view, by=by)
     prose = model.converse(tools, view.rules(), f"The topic: {topic}")
-    return _plan_of([*tools.proposals, prose][0], tools.refusal, topic, by)
+    return _plan_of([*tools.proposals, prose][0], "" if tools.proposals else tools.refusal, topic, by)
 
 
 def plan_by(agent: CodingAgent, topic: str, view: PlanView) -> StudyQuestion:
