@@ -598,7 +598,7 @@ def _is_model(name: str) -> bool:
 
 
 FILE_AND_FUNCTION = re.compile(r"\.py:\w+$")
-LONGEST_LEVEL = 160
+LONGEST_LEVEL, LONGEST_RUN = 160, 1_000_000
 PLAIN_TASKS = re.compile(r"all|1/[1-9]\d*|[1-9]\d*")
 
 
@@ -614,7 +614,8 @@ def _check_level(name: str, level: Value) -> None:
     elif name == "tasks.number":
         refuse(PLAIN_TASKS.fullmatch(str(level)) is None, f"{wrong}give a number of tasks, a share such as 1/4, or all")
     elif name in ("steps", "max_turns"):
-        refuse(type(level) is not int or level < 1, f"{wrong}give a whole number from 1 on")
+        is_count = type(level) is int and 1 <= level <= LONGEST_RUN
+        refuse(not is_count, f"{wrong}give a whole number from 1 to {LONGEST_RUN}")
     elif name.startswith(("job.", "model.")):
         refuse(factor.ordered and not is_number, f"{wrong}give a number")
         refuse(factor.levels == (False, True) and not isinstance(level, bool), f"{wrong}give true or false")

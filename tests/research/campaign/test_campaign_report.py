@@ -96,6 +96,7 @@ class Twice:
     """A proposer of two changes that gain nothing."""
 
     name = "twice"
+    used: Mapping[str, float] = {"read": 100, "written": 10, "price": 0.5}
 
     def propose(self, view: View, most: int) -> Sequence[Intervention]:
         return [Intervention(f"rate {rate}", "settings", {"job.optimizer.lr": rate}) for rate in (0.002, 0.003)]
@@ -125,6 +126,7 @@ def test_only_what_ran_was_tried_and_only_who_answered_proposed(tmp_path: Path) 
         "A language model or the record of one (llm) answered 0 of 2 requests; the first error was: http://127.0.0.1:1/v1"
         in markdown
     )
+    assert "| tokens that the language model read, wrote; their price | 200, 20; 1 |" in markdown
 
 
 def test_a_verdict_comes_with_its_doubts(tmp_path: Path) -> None:

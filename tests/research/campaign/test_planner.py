@@ -112,7 +112,7 @@ LR = {"factor": "job.optimizer.lr", "levels": [1e-5, 1e-4]}
         (levels("job.recipe", "grpo", "grp"), "did you mean"),
         (levels("job.seed", 1, 2), "job.seed: did you mean 'seed'?"),
         (levels("job.max_steps", 1, 2), "seeds and lengths of trials are the study's"),
-        (levels("steps", 0, 40), "steps = 0: give a whole number from 1 on"),
+        (levels("steps", 0, 40), "steps = 0: give a whole number from 1 to 1000000"),
         (levels("tasks.number", "half", "all"), "tasks.number = 'half': give a number of tasks, a share"),
         (levels("tasks.order", "given", 7), "give a text of at most 160 characters"),
         (levels("agent", "agent.py:agent", "judge.py:score"), "the subject has no file 'judge.py': patch it in"),

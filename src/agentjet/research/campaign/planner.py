@@ -85,7 +85,12 @@ class PlanView:
         lines = []
         for name, one in listed.items():
             levels = registry.built_in() if name == "job.recipe" else one.levels
-            known = {"factor": name, "words": one.words[:4], "levels": levels, "is_ordered": one.ordered}
+            known: dict[str, Any] = {
+                "factor": name,
+                "words": one.words[:4],
+                "levels": levels,
+                "is_ordered": one.ordered,
+            }
             if name.startswith(("job.", "model.")) and name != "job.recipe":
                 known["default"] = reduce(getattr, name.split("."), default)
             lines += [] if one.refused else [json.dumps(known | ({"needs": one.needs} if one.needs else {}))]
@@ -206,7 +211,7 @@ def plan_by(agent: CodingAgent, topic: str, view: PlanView) -> StudyQuestion:
             if "refuse" in answer:
                 break
             return planned(answer, topic, view, {}, "a coding agent")
-        except (ConfigError, ValueError, RecursionError) as error:
+        except Exception as error:  # the boundary: an agent may write anything
             reason = f"Your last question.json was invalid: {shortened(str(error))}\n"
     return _plan_of(reason, str(answer.get("refuse", "")), topic, "a coding agent")
 
