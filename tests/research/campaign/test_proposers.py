@@ -243,6 +243,7 @@ def test_both_kinds_of_url(kind: Any, answer: Any, tmp_path: Path, monkeypatch: 
     [
         (as_json({"error": {"message": "wrong key own-key"}}, 401), "answered with status 401$"),
         (as_json({}, 500), "answered with status 500$"),
+        (as_json({}, 307), "answered with status 307$"),
         ((200, [b"hello"]), "the answer is not one of the openai API"),
         (as_json({"choices": []}), "the answer is not one of the openai API"),
         (as_json({"choices": [{"message": {"content": [1]}}]}), "the answer is not one"),

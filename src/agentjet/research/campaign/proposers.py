@@ -366,12 +366,13 @@ async def content_of(response: Any) -> Any:
 
 
 async def openai_reply(endpoint: LlmEndpoint, messages: Sequence[Message], tools: Sequence[Tool]) -> Reply:
-    from openai import AsyncOpenAI
+    from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
     functions = [{"type": "function", "function": tool} for tool in tools]
     body: dict[str, Any] = {"model": endpoint.model, "messages": [*messages], "tools": functions}
     async with (
-        AsyncOpenAI(base_url=endpoint.url, **endpoint.options) as client,
+        DefaultAsyncHttpxClient(follow_redirects=False) as http,
+        AsyncOpenAI(base_url=endpoint.url, http_client=http, **endpoint.options) as client,
         client.chat.completions.with_streaming_response.create(**body) as response,
     ):
         content = await content_of(response)
@@ -385,7 +386,7 @@ async def openai_reply(endpoint: LlmEndpoint, messages: Sequence[Message], tools
 
 
 async def anthropic_reply(endpoint: LlmEndpoint, messages: Sequence[Message], tools: Sequence[Tool]) -> Reply:
-    from anthropic import AsyncAnthropic
+    from anthropic import AsyncAnthropic, DefaultAsyncHttpxClient
 
     named = [{"name": t["name"], "description": t["description"], "input_schema": t["parameters"]} for t in tools]
     turns: list[Message] = []
@@ -397,8 +398,10 @@ async def anthropic_reply(endpoint: LlmEndpoint, messages: Sequence[Message], to
             turns.append({"role": role, "content": blocks})
     body: dict[str, Any] = {"model": endpoint.model, "max_tokens": 8192, "system": messages[0]["content"]}
     body |= {"messages": turns, "tools": named}
+    url = endpoint.url.rstrip("/").removesuffix("/v1")
     async with (
-        AsyncAnthropic(base_url=endpoint.url.rstrip("/").removesuffix("/v1"), **endpoint.options) as client,
+        DefaultAsyncHttpxClient(follow_redirects=False) as http,
+        AsyncAnthropic(base_url=url, http_client=http, **endpoint.options) as client,
         client.messages.with_streaming_response.create(**body) as response,
     ):
         content = await content_of(response)
