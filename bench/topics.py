@@ -5,6 +5,11 @@ factors, named levels, metrics and amounts are those of that plan, or if it is r
 `silent_other` counts topics for which another plan was made whose reading names no word that it left out. A plan that
 does name some is *doubtful*, and a refusal that asks for other words is neither.
 
+The same topics are planned by a scripted language model over a socket: `as_asked_llm`. The script knows the plan of
+each topic, and reads usual levels, types and needs from the prompt, as a competent researcher would. So the figure says
+whether the way from such a model to a plan is open, not how good a model is. `sloppy` is the share of every eighth
+topic for a script that answers prose first, then a factor that does not exist, then the plan.
+
 Then questions are answered in worlds with a known truth: from the line of the topic to the findings, with scores that
 are a formula and noise of the seed. A claim is *decidable* if its true contrast is `CLEAR` standard errors of the last
 look away from the smallest effect of interest. `worlds_right` is the share of these with the right verdict,
@@ -29,6 +34,8 @@ from typing import Any, Literal
 
 from agentjet.errors import ConfigError
 from agentjet.research.campaign.asked import planned
+from agentjet.research.campaign.planner import question_of
+from agentjet.research.campaign.proposers import LanguageModel, LlmEndpoint
 from agentjet.research.campaign.runs import Budget, Question
 from agentjet.research.journal import StudyLog
 from agentjet.research.models import Hypothesis, Outcome, Setting, Study, Subject, Value, Verdict
@@ -36,6 +43,7 @@ from agentjet.research.scheduler import conduct
 from agentjet.research.topic import StudyQuestion, read_topic
 from bench import published
 from bench.machine import report
+from tests.research.campaign.llm_server import Call, LlmServer, openai_answer
 from tests.research.world import Formula
 
 CASES = Path(__file__).parent / "cases" / "topics.toml"
@@ -47,10 +55,10 @@ def topics() -> list[dict[str, Any]]:
     return found
 
 
-def judged(topic: dict[str, Any]) -> tuple[Result, str]:
+def judged(topic: dict[str, Any], read: Callable[[str], StudyQuestion] = read_topic) -> tuple[Result, str]:
     """Returns what became of a topic, and how it was read or why it was refused."""
     try:
-        question = read_topic(topic["text"])
+        question = read(topic["text"])
     except ConfigError as error:
         wanted = topic.get("refused")
         return "as_asked" if wanted and f"asks about {wanted}" in str(error) else "refused", str(error)
@@ -70,6 +78,58 @@ def is_plan(question: StudyQuestion, topic: dict[str, Any]) -> bool:
         return False
     default = question.metrics if question.form == "trade_off" else ("score",)
     return question.metrics == tuple(topic.get("metrics", default))
+
+
+# ---- a scripted language model ---------------------------------------------------------------------------------------
+
+
+def scripted(topic: dict[str, Any], body: dict[str, Any]) -> Call:
+    """The call by which a researcher who knows the plan of a topic answers a request."""
+    if "refused" in topic:
+        return "refuse", {"reason": f"it asks about {topic['refused']}, which no run of this kind shows"}
+    lines = [line for line in body["messages"][0]["content"].splitlines() if line.startswith('{"factor"')]
+    listed = {factor["factor"]: factor for factor in map(json.loads, lines)}
+    varied = [
+        {"factor": name, "levels": levels or usual(listed[name], topic["form"])}
+        for name, levels in topic["factors"].items()
+    ]
+    default = ["score", "tokens"] if topic["form"] == "trade_off" else ["score"]
+    theirs = [name for name in topic["factors"] if listed[name].get("needs")]
+    theirs += ["own_recipe"] if topic["factors"].get("job.recipe") == ["grpo"] else []
+    return "plan", {
+        "form": topic["form"],
+        "varied": varied,
+        "metrics": topic.get("metrics", default),
+        "equal": topic.get("equal", "episodes"),
+        "needs": dict.fromkeys(theirs, "only they have it") if topic.get("needs") else {},
+        "expects": "a difference",
+        "refutes": "none",
+    }
+
+
+def usual(factor: dict[str, Any], form: str) -> list[Any]:
+    """Levels of a factor for which a topic names none: the usual ones, or around the default."""
+    levels, default = factor["levels"], factor.get("default")
+    if levels or factor.get("needs"):
+        return [] if factor.get("needs") else list(levels)
+    return [default, default * 2, default * 4] if form == "dose_response" else [default, default * 2]
+
+
+def by_script(topic: dict[str, Any], is_sloppy: bool = False) -> tuple[Result, str]:
+    """Plans a topic by the script, over a socket and the SDK."""
+
+    def answer(body: dict[str, Any]) -> Any:
+        last = [message for message in body["messages"] if message["role"] == "assistant"]
+        if is_sloppy and len(last) < 2:
+            wrong = {"form": "compare", "varied": [{"factor": "kl", "levels": [0, 1]}], "metrics": ["score"]}
+            return openai_answer(("plan", wrong)) if last else openai_answer(text="I would vary the KL penalty.")
+        return openai_answer(scripted(topic, body))
+
+    with LlmServer(answer).serve() as server, tempfile.TemporaryDirectory() as folder:
+        model = LanguageModel(LlmEndpoint(server.url, "scripted"), Path(folder) / "llm.jsonl")
+        result, text = judged(topic, lambda text: question_of(text, [model]))
+        is_planned = "by a language model" in text or "planned by: a language model" in text
+        return (result, text) if is_planned else ("other", text)
 
 
 # ---- worlds with a known truth ---------------------------------------------------------------------------------------
@@ -188,6 +248,11 @@ def main() -> None:
         results.append((result, topic.get("set", "notes")))
         if result != "as_asked":
             print(f"{result}: {topic['text']}: {text}")
+    planned = [by_script(topic) for topic in topics()]
+    for topic, (result, text) in zip(topics(), planned, strict=True):
+        if result != "as_asked":
+            print(f"{result} with a scripted model: {topic['text']}: {text}")
+    sloppy = [by_script(topic, is_sloppy=True)[0] for topic in topics()[::8]]
     sets = sorted({name for _, name in results})
     shares = {f"as_asked_{name}": _share([result for result, of in results if of == name]) for name in sets}
     print(
@@ -197,7 +262,9 @@ def main() -> None:
                 "as_asked": _share([result for result, _ in results]),
                 **shares,
                 "doubtful": sum(result == "doubtful" for result, _ in results),
-                "silent_other": sum(result == "other" for result, _ in results),
+                "silent_other": sum(result == "other" for result, _ in [*results, *planned]),
+                "as_asked_llm": _share([result for result, _ in planned]),
+                "sloppy": _share(sloppy),
                 **worlds(options.repeats),
             }
         )

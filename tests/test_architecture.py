@@ -91,7 +91,7 @@ PACKAGES = {
     "research": rule(
         f"{VOCABULARY} database config recipes.registry sandbox client",
         "jinja2 markdown_it numpy pydantic scipy",
-        lazy="httpx",
+        lazy="anthropic openai",
     ),
     "__init__": rule(f"{VOCABULARY} client"),
 }

@@ -45,7 +45,7 @@ def research(*arguments: object) -> str:
         (["--llm", "http://127.0.0.1:9/v1"], "also give the model's name (--llm-model)"),
         (["--llm", "none.jsonl"], "none.jsonl: No such file or directory: give a record of answers"),
         (["--llm", "none.jsonl", "--llm-model", "m"], "is a record of answers: omit --llm-model"),
-        (["--llm-model", "m"], "--llm-model, --llm-key-file and --papers need --llm"),
+        (["--llm-model", "m"], "--llm-model, --llm-key-file, --llm-price and --papers need --llm"),
         (["--agent-cli", "claude", "--agent-env", "NO_SUCH_VARIABLE"], "--agent-env NO_SUCH_VARIABLE"),
         (["--agent-cli", "'"], "quote it as a shell would"),
         (["--server", "http://127.0.0.1:9"], "1 --server and 0 --admin-token-file"),

@@ -358,6 +358,9 @@ class Proposers:
     llm_model: Annotated[str, Option("--llm-model", metavar="NAME", help="Name of the model at that URL.")] = ""
     llm_api: Annotated[Literal["openai", "anthropic"], Option("--llm-api", help="The API of that URL.")] = "openai"
     llm_key_file: Annotated[Path | None, Option("--llm-key-file", help="File with the API key of that URL.")] = None
+    llm_price: Annotated[
+        str, Option("--llm-price", metavar="READ,WRITTEN", help="Prices of a million tokens, for the report: 3,15.")
+    ] = ""
     papers: Annotated[Path | None, Option(help="Folder of papers (.md, .txt) that the language model reads.")] = None
     agent_cli: Annotated[
         str | None, Option("--agent-cli", metavar="COMMAND", help="A coding agent that is asked first for a patch.")
@@ -380,29 +383,36 @@ class Proposers:
         return [*self._language_models(folder), *self._coding_agents(unsafe)]
 
     def _language_models(self, folder: Path) -> Iterator[Proposer]:
-        from agentjet.research.campaign.proposers import LanguageModel, LlmEndpoint, ReplayedModel, replies_in
+        from agentjet.research.campaign.proposers import (
+            LanguageModel,
+            LlmEndpoint,
+            ReplayedModel,
+            papers_in,
+            replies_in,
+        )
 
         llm, record = self.llm, folder / "llm.jsonl"
-        if self.papers is not None and not self.papers.is_dir():
-            raise ConfigError(f"--papers {self.papers}: there is no such folder")
+        papers = papers_in(self.papers) if self.papers is not None else {}
+        of_url = self.llm_model or self.llm_key_file is not None or self.llm_price
         if llm is None:
-            if self.llm_model or self.llm_key_file is not None or self.papers is not None:
-                raise ConfigError("--llm-model, --llm-key-file and --papers need --llm")
+            if of_url or papers:
+                raise ConfigError("--llm-model, --llm-key-file, --llm-price and --papers need --llm")
         elif llm.endswith(".jsonl"):
-            if self.llm_model or self.llm_key_file is not None:
-                raise ConfigError(f"--llm {llm} is a record of answers: omit --llm-model and --llm-key-file")
+            if of_url:
+                raise ConfigError(f"--llm {llm} is a record of answers: omit --llm-model, --llm-key-file, --llm-price")
             if not replies_in(Path(llm)):
                 raise ConfigError(f"--llm {llm}: the record has no answers")
             played = ReplayedModel(Path(llm), before=len(replies_in(record)) if record.exists() else 0)
             limit = f"the answers of the language model were played from a record, {Path(llm).name}; no model was asked"
-            yield LanguageModel(played, record, self.papers, limit=limit)
+            yield LanguageModel(played, record, papers, limit=limit)
         elif not llm.startswith(("http://", "https://")):
             raise ConfigError(f"--llm {llm!r} is not a URL: give one such as http://127.0.0.1:8000/v1")
         elif not self.llm_model:
             raise ConfigError(f"--llm {llm}: also give the model's name (--llm-model)")
         else:
             key = key_of(self.llm_key_file) if self.llm_key_file else ""
-            yield LanguageModel(LlmEndpoint(llm, self.llm_model, key, self.llm_api), record, self.papers)
+            model = LlmEndpoint(llm, self.llm_model, key, self.llm_api)
+            yield LanguageModel(model, record, papers, prices=prices_of(self.llm_price))
 
     def _coding_agents(self, unsafe: bool) -> Iterator[Proposer]:
         from agentjet.research.campaign.proposers import CodingAgent
@@ -427,6 +437,14 @@ class Proposers:
             )
         environment = {name: os.environ[name] for name in names}
         yield CodingAgent(command, environment=environment, url=self.agent_url, unsafe=unsafe)
+
+
+def prices_of(text: str) -> tuple[float, float]:
+    """Prices of a million tokens that are read and written. Raises `ConfigError`."""
+    if not re.fullmatch(r"(\d+(\.\d+)?,\d+(\.\d+)?)?", text):
+        raise ConfigError(f"--llm-price {text!r}: give the prices of a million tokens read and written, such as 3,15")
+    read, _, written = text.partition(",")
+    return float(read or 0), float(written or 0)
 
 
 def key_of(file: Path) -> str:
@@ -481,6 +499,7 @@ def start(
     """
     from agentjet.config.loader import check_model_name
     from agentjet.research.campaign.asked import knobs_of, planned
+    from agentjet.research.campaign.planner import PlanView, question_of
     from agentjet.research.campaign.runs import Budget, Question
     from agentjet.research.campaign.subject_repo import SubjectRepo, read_subject, remove_parts
     from agentjet.research.journal import StudyFolder
@@ -494,10 +513,10 @@ def start(
             f"--out {out}: a campaign is there: continue it with agentjet research resume {out}, or, if it has ended "
             "or cannot go on, start with another --out"
         )
-    asked_for, levels, tuned = read_topic(topic), given_levels(level or []), given_levels(tune or [], "--tune")
-    if asked_for.form == "diagnose" and (named := [*levels, *tuned]):
-        raise ConfigError(f"{named[0]}: the question is about causes, not about levels: omit --level and --tune")
+    levels, tuned = given_levels(level or []), given_levels(tune or [], "--tune")
     question = Question(topic, Budget.parse(budget), seed, sesoi=sesoi)
+    if proposers.llm is None and proposers.agent_cli is None:
+        read_topic(topic)  # refused before anything is made
     asked, slots = proposers.of(out, unsafe), servers.slots()
     check_model_name(read_subject(subject).model, f"{subject}: model =")
     if out.is_dir() and any(out.iterdir()) and not (out / SOURCE).exists():
@@ -507,6 +526,9 @@ def start(
     remove_parts(out)  # of a start that was killed, or whose plan was not run
     repo = SubjectRepo.create(out, subject, unsafe=unsafe)
     question = replace(question, **repo.rules)
+    asked_for = question_of(topic, asked, PlanView.of(repo))
+    if asked_for.form == "diagnose" and (named := [*levels, *tuned]):
+        raise ConfigError(f"{named[0]}: the question is about causes, not about levels: omit --level and --tune")
     if asked_for.form == "diagnose":
         conduct(out, slots, asked, question, unsafe=unsafe)
         return

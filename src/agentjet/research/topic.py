@@ -8,6 +8,7 @@ reading of its topic, with the words that played no part.
 from __future__ import annotations
 
 import difflib
+import math
 import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,10 +17,11 @@ from functools import cache
 from importlib import resources
 from itertools import product
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
 import numpy as np
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from agentjet.config import JobConfig, parse_config
 from agentjet.config.loader import check_model_name, parse_value
@@ -36,12 +38,14 @@ from agentjet.research.models import (
     Value,
     number_of,
     refuse,
+    shortened,
     shown_model,
 )
-from agentjet.research.plan import METRIC, PlanPart
+from agentjet.research.plan import METRIC, PlanPart, check_job
 
 Form = Literal["compare", "dose_response", "interaction", "scaling", "diagnose", "robustness", "trade_off"]
 LONGEST_TOPIC = 1000
+Reason = Annotated[str, Field(max_length=2000)]
 SHARE = 0.1
 """The smallest change of tokens and seconds that matters."""
 
@@ -53,12 +57,25 @@ class Varied(PlanPart):
     levels: tuple[Value, ...] = ()
 
 
+class Citation(PlanPart):
+    """A paper that a plan builds on."""
+
+    file: str
+    says: Reason
+    """The sentence that matters for the question."""
+    title: str = ""
+    """Its first line."""
+
+
 class StudyQuestion(PlanPart):
     """A question whose answer a study can be planned for."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)  # A language model reads the schema.
 
     topic: str
     form: Form
     varied: tuple[Varied, ...] = ()
+    """Factors in which the arms differ. Interactions have two, diagnoses and trade-offs any number, others one."""
     metrics: Annotated[tuple[Metric, ...], Field(min_length=1)] = ("score",)
     """Fixed before the data; the first one decides. In a trade-off, the aim for the second one is a small value."""
     equal: Equal = "episodes"
@@ -68,10 +85,18 @@ class StudyQuestion(PlanPart):
     unread: tuple[str, ...] = ()
     """Words of the topic that played no part."""
     patches: Mapping[str, str] = Field(default_factory=dict)
-    """By level of a factor that is code: the unified diff of the subject's files that makes it."""
-    expects: str = ""
-    refutes: str = ""
-    """The expectation of the plan's author, and a result that would refute it. They decide nothing."""
+    """By level of a factor that is code: the unified diff of the subject's files that makes it. One level of each such
+    factor has none: the subject as it is.
+    """
+    expects: Reason = ""
+    """The result that the author of the plan expects. It decides nothing."""
+    refutes: Reason = ""
+    """A result that would refute it."""
+    cites: tuple[Citation, ...] = ()
+    planner: str = ""
+    """Origin of the plan, if it is not the grammar alone."""
+    used: Mapping[str, float] = Field(default_factory=dict)
+    """Cost of asking planners: `hours`, tokens `read` and `written`, and their `price`."""
 
     def reading(self, given: Mapping[str, Sequence[Value]] = {}) -> str:
         """Returns the sentence by which a person sees how the topic was read. `given` are levels as in `arms_of`."""
@@ -79,8 +104,16 @@ class StudyQuestion(PlanPart):
         shown = [f"{name} ({_shown_levels(own, self.form)})" for name, own in levels.items()]
         measured = " and ".join(self.metrics)
         equal = "" if any(one.factor == "steps" for one in self.varied) else f", at equal {self.equal}"
-        read = f"{WORDS_OF_FORMS[self.form].format(' × '.join(shown))}; measured: {measured}{equal}"
-        return f"{read}; these words played no part: {', '.join(self.unread)}" if self.unread else read
+        more = {
+            "these words played no part": ", ".join(self.unread),
+            "planned by": self.planner,
+            "expected": self.expects,
+            "refuted by": self.refutes,
+            "related work": ", ".join(f"{one.title} ({one.file}): {one.says}" for one in self.cites),
+        }
+        parts = [f"{WORDS_OF_FORMS[self.form].format(' × '.join(shown))}", f"measured: {measured}{equal}"]
+        parts += [f"{name}: {' '.join(text.split())}" for name, text in more.items() if text]
+        return "".join(letter if letter.isprintable() else " " for letter in "; ".join(parts))
 
 
 WORDS_OF_FORMS: Mapping[Form, str] = {
@@ -189,13 +222,23 @@ class Read(NamedTuple):
     """True if it names a time of the question, such as "after RL"."""
 
 
+EMPTY = "the topic is empty: give the question, such as 'Does a KL penalty help?'"
+
+
+def check_length(topic: str) -> str:
+    """Raises `ConfigError` for an empty topic, and for one that is too long."""
+    refuse(not topic.strip(), EMPTY)
+    refuse(
+        len(topic) > LONGEST_TOPIC, f"the topic has {len(topic)} characters: give a question of at most {LONGEST_TOPIC}"
+    )
+    return topic
+
+
 def read_topic(topic: str) -> StudyQuestion:
     """Reads a topic. Raises `ConfigError` for one that no study can answer, or that was not understood."""
-    words = _words(topic)
+    words = _words(check_length(topic))
     if not words:
-        raise ConfigError("the topic is empty: give the question, such as 'Does a KL penalty help?'")
-    if len(topic) > LONGEST_TOPIC:
-        raise ConfigError(f"the topic has {len(topic)} characters: give a question of at most {LONGEST_TOPIC}")
+        raise ConfigError(EMPTY)
     letters = [character for character in topic if character.isalpha()]
     if 2 * sum(map(str.isascii, letters)) < len(letters):
         raise ConfigError(f"the topic {topic!r} is not in English: translate it, or give a language model (--llm)")
@@ -246,7 +289,7 @@ def read_topic(topic: str) -> StudyQuestion:
     asked = StudyQuestion(
         topic=topic, form=form, varied=varied, metrics=metrics, equal=equal, needs=needs, unread=named
     )
-    return asked if form != "diagnose" else asked.model_copy(update={"metrics": ("score",), "needs": {}})
+    return checked(asked if form != "diagnose" else asked.model_copy(update={"metrics": ("score",), "needs": {}}))
 
 
 CLAUSES = re.compile(
@@ -543,6 +586,147 @@ def shown_level(level: Value) -> str:
     return f"{level:g}" if isinstance(level, float) else shown_model(str(level))
 
 
+# ---- the check of a question -----------------------------------------------------------------------------------------
+
+
+def checked(
+    question: StudyQuestion, settings: Setting | None = None, papers: Mapping[str, str] = MappingProxyType({})
+) -> StudyQuestion:
+    """Returns a question with what a person must give for it, and with the titles of its papers.
+
+    `settings` are those of the subject, if it is known: then a server must take the levels. Raises `ConfigError` for
+    factors, levels and papers that do not exist, and for levels and forms that do not fit.
+    """
+    names = [one.factor for one in question.varied]
+    for name in (*names, *question.needs):
+        if name not in factors():
+            raise ConfigError(f"{name}: {did_you_mean(name, factors(), 'there is no such factor', separator='.')}")
+        if why := factors()[name].refused:
+            raise ConfigError(f"the topic {question.topic!r} asks about {name}: {why}")
+    needs = {name: factors()[name].needs for name in question.needs}
+    for name, needed in needs.items():
+        refuse(not needed, f"needs: a study sets {name} itself: give its levels")
+    for one in question.varied:
+        needs |= _needs(one, question) if question.form != "diagnose" else {}
+        refuse(len(one.levels) > MOST_ARMS, f"{one.factor}: {len(one.levels)} levels: give at most {MOST_ARMS}")
+        refuse(len({*map(str, one.levels)}) < len(one.levels), f"{one.factor}: a level is named twice in {one.levels}")
+        is_given = one.factor in needs or (one.factor == "job.recipe" and "own_recipe" in needs)
+        refuse(
+            len(one.levels) < 2 and not is_given and question.form != "diagnose",
+            f"{one.factor} has the levels {one.levels}: give two or more to compare",
+        )
+        for level in one.levels:
+            _check_level(one.factor, level)
+            _check_together({one.factor: level}, settings)
+    _check_form(question, names)
+    if len(names) > 1 and question.form != "diagnose":
+        for setting in _combined(question.form, {one.factor: one.levels for one in question.varied}):
+            _check_together(setting, settings)
+    code = {level for one in question.varied if one.factor in KEY_OF for level in one.levels}
+    for level in question.patches.keys() - code:
+        raise ConfigError(
+            f"patches: {level!r} is not a level of {', '.join(KEY_OF)}: name the level that a patch makes"
+        )
+    for cited in question.cites:
+        if cited.file not in papers:
+            raise ConfigError(f"cites: {did_you_mean(cited.file, papers, 'there is no paper ' + repr(cited.file))}")
+    cites = tuple(
+        one.model_copy(update={"title": papers[one.file].strip().partition("\n")[0].strip("# ")[:200]})
+        for one in question.cites
+    )
+    return question.model_copy(update={"needs": needs, "cites": cites})
+
+
+def _needs(one: Varied, question: StudyQuestion) -> dict[str, str]:
+    """Returns what a person must give for the levels of a factor, by factor."""
+    own = [str(level) for level in one.levels]
+    if one.factor in KEY_OF:
+        made = [level for level in own if level in question.patches or FILE_AND_FUNCTION.search(level)]
+        if made and len(own) - len(made) <= 1 < len(own):
+            return {}
+        refuse(bool(made), f"{one.factor} = {one.levels}: all but one need a patch, or are FILE.py:FUNCTION")
+    if one.factor == "model" and own and all(map(_is_model, own)):
+        return {}
+    name = "teacher" if one.factor == "job.recipe" and "distill" in own else one.factor
+    return {name: needed} if (needed := factors()[name].needs) else {}
+
+
+def _is_model(name: str) -> bool:
+    try:
+        check_model_name(name, "model")
+    except ConfigError:
+        return False
+    return True
+
+
+FILE_AND_FUNCTION = re.compile(r"\.py:\w+$|\.jsonl$")
+LONGEST_LEVEL, LONGEST_RUN = 160, 1_000_000
+PLAIN_TASKS = re.compile(r"all|1/[1-9]\d*|[1-9]\d*")
+
+
+def _check_level(name: str, level: Value) -> None:
+    """Raises `ConfigError` for a level that no arm can have."""
+    factor, is_number = factors()[name], isinstance(level, int | float) and not isinstance(level, bool)
+    wrong = f"{name} = {level!r}: "
+    if name in ("job.recipe", "job.recipe.name"):
+        known = registry.built_in()
+        if level not in known:
+            why = f"there is no recipe {level!r} (one of your own: needs = own_recipe)"
+            raise ConfigError(wrong + did_you_mean(str(level), known, why))
+    elif name == "tasks.number":
+        refuse(PLAIN_TASKS.fullmatch(str(level)) is None, f"{wrong}give a number of tasks, a share such as 1/4, or all")
+    elif name in ("steps", "job.max_turns"):
+        is_count = type(level) is int and 1 <= level <= LONGEST_RUN
+        refuse(not is_count, f"{wrong}give a whole number from 1 to {LONGEST_RUN}")
+    elif name.startswith(("job.", "model.")):
+        refuse(factor.ordered and not is_number, f"{wrong}give a number")
+        refuse(factor.levels == (False, True) and not isinstance(level, bool), f"{wrong}give true or false")
+    else:
+        wrong_text = not isinstance(level, str) or not 0 < len(level.strip()) <= LONGEST_LEVEL
+        refuse(wrong_text, f"{shortened(wrong, LONGEST_LEVEL)}give a text of at most {LONGEST_LEVEL} characters")
+
+
+def _check_together(levels: Setting, settings: Setting | None) -> None:
+    """Raises `ConfigError` if a server refuses these levels with the subject's settings."""
+    if settings is None:
+        return
+    own = {"job.recipe.name" if name == "job.recipe" else name: level for name, level in levels.items()}
+    if of_server := {name: level for name, level in own.items() if name.startswith(("job.", "model."))}:
+        check_job({**settings, **of_server})
+
+
+NUMBER_OF_FACTORS: Mapping[Form, range] = {"interaction": range(2, 3), "diagnose": range(10), "trade_off": range(1, 10)}
+"""Numbers of factors that a form may have. All other forms have one."""
+
+
+def _check_form(question: StudyQuestion, names: Sequence[str]) -> None:
+    """Raises `ConfigError` for factors and metrics that do not fit a form."""
+    form, number = question.form, len(names)
+    first, wanted = names[0] if names else "", NUMBER_OF_FACTORS.get(form, range(1, 2))
+    is_ordered, is_world = bool(first) and factors()[first].ordered, first in ("world", "tasks.filter")
+    refuse(len({*names}) < number, f"varied: a factor is named twice in {', '.join(names)}")
+    most = "" if len(wanted) == 1 else " or more"
+    refuse(number not in wanted, f"form = {form!r}: it has {wanted[0]} factor(s){most}, and not {number}")
+    refuse(len({*question.metrics}) < len(question.metrics), f"metrics: one is named twice in {question.metrics}")
+    refuse(form == "trade_off" and len(question.metrics) < 2, "form = 'trade_off': give two metrics, the aim first")
+    refuse(
+        form in ("dose_response", "scaling") and not is_ordered,
+        f"form = {form!r}: more or less of {first} cannot be had: take form = 'compare'",
+    )
+    refuse(
+        form == "robustness" and not is_world, f"form = 'robustness': its factor is world or tasks.filter, not {first}"
+    )
+
+
+def _combined(form: Form, levels: Mapping[str, Sequence[Value]]) -> list[dict[str, Value]]:
+    """Returns the levels of each arm: in an interaction the ends. Raises `ConfigError` for too many."""
+    if form == "interaction":
+        levels = {name: (own[0], own[-1]) for name, own in levels.items() if own}
+    number = math.prod(map(len, levels.values()))
+    refuse(number > MOST_ARMS, f"{number} arms: give fewer levels (--level), so that there are {MOST_ARMS}")
+    return [dict(zip(levels, values, strict=True)) for values in product(*levels.values())]
+
+
 # ---- from a question to arms and claims ------------------------------------------------------------------------------
 
 
@@ -591,11 +775,7 @@ def arms_of(
         raise ConfigError(f"{topic!r} needs {question.needs[missing[0]]}")
     if question.equal == "episodes" and levels.keys() == {*SIZES}:
         del levels["job.batch_size"]  # It follows from the size of a group.
-    if question.form == "interaction":  # The ends of each.
-        refuse(len(levels) != 2, f"an interaction has two factors, and the question has {', '.join(levels)}")
-        levels = {name: (own[0], own[-1]) for name, own in levels.items()}
-    chosen = [dict(zip(levels, values, strict=True)) for values in product(*levels.values())]
-    refuse(len(chosen) > MOST_ARMS, f"{len(chosen)} arms: give fewer levels (--level), so that there are {MOST_ARMS}")
+    chosen = _combined(question.form, levels)
     names = [_arm_name(one) for one in chosen]
     if len({*names}) < len(names):
         names = [f"{name[:36]} {number}" for number, name in enumerate(names, 1)]

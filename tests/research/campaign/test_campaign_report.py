@@ -140,6 +140,7 @@ class Twice:
     """A proposer of two changes that gain nothing."""
 
     name = "twice"
+    used: Mapping[str, float] = {"read": 100, "written": 10, "price": 0.5}
 
     def propose(self, view: View, most: int) -> Sequence[Intervention]:
         return [Intervention(f"rate {rate}", "settings", {"job.optimizer.lr": rate}) for rate in (0.002, 0.003)]

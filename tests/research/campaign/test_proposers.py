@@ -12,12 +12,11 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from agentjet.cli.research import Proposers
@@ -34,10 +33,13 @@ from agentjet.research.campaign.proposers import (
     ReplayedModel,
     Reply,
     Tool,
+    papers_in,
+    texts_of,
 )
 from agentjet.research.campaign.strategist import Intervention, ProposerAway, View
 from agentjet.research.journal import JournalEntry
 from agentjet.research.models import Outcome, Transcript
+from tests.research.campaign.llm_server import LlmServer, anthropic_answer, as_json, openai_answer
 
 PROPOSED = {"name": "slower", "kind": "settings", "changes": {"job.optimizer.lr": 1e-5}, "why": "entry 2: it diverges"}
 PROPOSED |= {"predicts": "no divergence", "refutes": "it diverges again", "evidence": [2]}
@@ -85,6 +87,10 @@ PROPOSE, FINISH = ("propose", PROPOSED), ("finish", {"reason": "enough"})
 def propose(*replies: Reply, most: int = 3) -> tuple[Sequence[Any], Scripted]:
     model = Scripted([*replies])
     return LanguageModel(model, Path(os.devnull)).propose(VIEW, most), model
+
+
+def proposal_tools(papers: Mapping[str, str] | None = None) -> ProposalTools:
+    return ProposalTools(texts_of(VIEW.files, VIEW.judge_source, papers or {}), 3, view=VIEW)
 
 
 def test_a_model_reads_and_proposes() -> None:
@@ -144,22 +150,46 @@ def test_an_invalid_proposal_is_answered_with_the_reason(arguments: Mapping[str,
     ],
 )
 def test_an_invalid_call_is_answered(call: LlmToolCall) -> None:
-    assert ProposalTools(VIEW, 3).use(call).startswith("invalid: ")
+    assert proposal_tools().use(call).startswith("invalid: ")
 
 
 def test_papers_are_read_by_name_only(tmp_path: Path) -> None:
     (tmp_path / "papers").mkdir()
     (tmp_path / "papers" / "grpo.md").write_text("# GRPO")
     (tmp_path / "secret.md").write_text("no")
-    desk = ProposalTools(VIEW, 3, tmp_path / "papers")
-    assert desk.use(LlmToolCall("c", "read", '{"name": "grpo.md"}')) == "# GRPO"
-    assert desk.use(LlmToolCall("c", "read", '{"name": "../secret.md"}')).startswith("invalid: ")
+    tools = proposal_tools(papers_in(tmp_path / "papers"))
+    assert tools.use(LlmToolCall("c", "read", '{"name": "grpo.md"}')) == "# GRPO"
+    assert tools.use(LlmToolCall("c", "read", '{"name": "grpo.md", "start": 2}')) == "GRPO"
+    assert tools.use(LlmToolCall("c", "read", '{"name": "../secret.md"}')).startswith("invalid: ")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.pdf", b"%PDF", r"a\.pdf: papers are \.md and \.txt files: convert it"),
+        ("a.md", b"\xff\xfe\x00", r"a\.md: it is not UTF-8 text: convert it"),
+        (".hidden", b"", "no .md or .txt file is in this folder"),
+        ("sub/a.md", b"x", r"sub: papers are \.md and \.txt files"),
+        ("../elsewhere", b"", "papers: No such file or directory: give a folder"),
+    ],
+)
+def test_papers_that_are_not_text(name: str, content: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / "papers" / name).parent.resolve().mkdir(parents=True, exist_ok=True)
+    (tmp_path / "papers" / name).resolve().write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        Proposers(llm="http://127.0.0.1:9/v1", llm_model="m", papers=tmp_path / "papers").of(tmp_path)
+
+
+@pytest.mark.parametrize("prices", ["3", "3,", "a,b", "-1,2", "1,2,3"])
+def test_prices_that_are_not_two_numbers(prices: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"--llm-price '{prices}': give the prices of a million tokens"):
+        Proposers(llm="http://127.0.0.1:9/v1", llm_model="m", llm_price=prices).of(tmp_path)
 
 
 def test_a_model_that_is_away_or_endless() -> None:
     with pytest.raises(ProposerAway, match="nothing more"):
         propose()
-    with pytest.raises(ProposerAway, match=f"no proposal within {MAX_TURNS} answers"):
+    with pytest.raises(ProposerAway, match=f"no call of propose within {MAX_TURNS} answers"):
         propose(*[calls(("files", {}))] * 100)
     assert [*propose(calls(PROPOSE))[0]] == [SLOWER], "what it proposed before counts"
 
@@ -186,68 +216,67 @@ def test_a_record_with_a_wrong_line_is_refused(line: str, tmp_path: Path) -> Non
 # ---- endpoints -------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Wire(httpx.BaseTransport):
-    """A connection with scripted answers."""
-
-    answer: Callable[[Any], httpx.Response]
-    bodies: list[Any] = field(default_factory=list)
-
-    def handle_request(self, request: httpx.Request) -> httpx.Response:
-        self.bodies.append((request.url.path, json.loads(request.read())))
-        return self.answer(request)
-
-
-def openai_answer(*named: tuple[str, Mapping[str, Any]]) -> httpx.Response:
-    listed = [{"id": "c1", "function": {"name": name, "arguments": json.dumps(a)}} for name, a in named]
-    return httpx.Response(200, json={"choices": [{"message": {"content": None, "tool_calls": listed}}]})
-
-
-def anthropic_answer(*named: tuple[str, Mapping[str, Any]]) -> httpx.Response:
-    blocks = [{"type": "tool_use", "id": f"c{n}", "name": name, "input": a} for n, (name, a) in enumerate(named)]
-    return httpx.Response(200, json={"content": [{"type": "text", "text": "Let me see."}, *blocks]})
-
-
 @pytest.mark.parametrize(("kind", "answer"), [("openai", openai_answer), ("anthropic", anthropic_answer)])
-def test_both_kinds_of_url(kind: Any, answer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = iter([answer(("files", {}), ("curves", {})), answer(PROPOSE, FINISH)])
-    wire = Wire(lambda request: next(answers))
-    monkeypatch.setattr(httpx, "stream", httpx.Client(transport=wire).stream)
-    assert LanguageModel(LlmEndpoint("http://127.0.0.1:9/v1", "m", "k", kind), Path(os.devnull)).propose(VIEW, 3) == [
-        SLOWER
-    ]
-    (path, first), (_, second) = wire.bodies
+def test_both_kinds_of_url(kind: Any, answer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN"):
+        monkeypatch.setenv(variable, "of-another-server")
+    answers = iter([answer(("files", {}), ("curves", {})), answer(PROPOSE, FINISH)] * 2)
+    with LlmServer(lambda body: next(answers)).serve() as server:
+        for key in ("own-key", ""):
+            model = LanguageModel(LlmEndpoint(server.url, "m", key, kind), tmp_path / "llm.jsonl", prices=(3.0, 15.0))
+            assert model.propose(VIEW, 3) == [SLOWER]
+            assert model.used == {"read": 200, "written": 20, "price": pytest.approx(0.0009)}
+    (path, headers, first), (_, _, second), (_, unkeyed, _), _ = server.requests
     assert path == ("/v1/chat/completions" if kind == "openai" else "/v1/messages") and len(first["tools"]) == 7
+    assert any("own-key" in value for value in headers.values())
+    assert not any("of-another-server" in value for value in [*headers.values(), *unkeyed.values()])
+    assert "own-key" not in (tmp_path / "llm.jsonl").read_text()
     if kind == "anthropic":
         assert [turn["role"] for turn in second["messages"]] == ["user", "assistant", "user"]
         assert [block["type"] for block in second["messages"][2]["content"]] == ["tool_result"] * 2
+    played = LanguageModel(ReplayedModel(tmp_path / "llm.jsonl"), Path(os.devnull))
+    assert played.propose(VIEW, 3) == [SLOWER] and played.used == {"read": 0, "written": 0}, "no model was asked"
 
 
 @pytest.mark.parametrize(
-    ("response", "message"),
+    ("answer", "message"),
     [
-        (httpx.Response(500), "answered with status 500"),
-        (httpx.Response(200, text="hello"), "the answer is not one of the openai API"),
-        (httpx.Response(200, json={"choices": []}), "the answer is not one of the openai API"),
-        (httpx.Response(200, json={"choices": [{"message": {"content": [1]}}]}), "the answer is not one"),
-        (httpx.Response(200, content=b" " * (1 << 21)), "the answer is longer than"),
+        (as_json({"error": {"message": "wrong key own-key"}}, 401), "answered with status 401$"),
+        (as_json({}, 500), "answered with status 500$"),
+        (as_json({}, 307), "answered with status 307$"),
+        ((200, [b"hello"]), "the answer is not one of the openai API"),
+        (as_json({"choices": []}), "the answer is not one of the openai API"),
+        (as_json({"choices": [{"message": {"content": [1]}}]}), "the answer is not one"),
+        (
+            as_json({"choices": [{"message": {"content": "x"}}], "usage": {"prompt_tokens": -1}}),
+            "the answer is not one",
+        ),
+        ((200, [b" " * (1 << 20)] * 1000), "the answer is longer than"),
     ],
 )
-def test_a_wrong_answer_of_an_endpoint(response: httpx.Response, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(httpx, "stream", httpx.Client(transport=Wire(lambda request: response)).stream)
-    with pytest.raises(ProposerAway, match=message):
-        LlmEndpoint("http://127.0.0.1:9/v1", "m").reply([{"role": "user", "content": "x"}], [])
+def test_a_wrong_answer_of_an_endpoint(answer: Any, message: str) -> None:
+    with LlmServer(lambda body: answer).serve() as server, pytest.raises(ProposerAway, match=message):
+        LlmEndpoint(server.url, "m", "own-key").reply([{"role": "user", "content": "x"}], [])
+    assert len(server.requests) == 1, "nothing is asked again"
 
 
-def test_a_slow_answer_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = Wire(lambda request: httpx.Response(200, content=b"{}"))
-    monkeypatch.setattr(httpx, "stream", httpx.Client(transport=slow).stream)
-    with pytest.raises(ProposerAway, match=r"took longer than -1 s"):
-        LlmEndpoint("http://127.0.0.1:9/v1", "m", seconds=-1.0).reply([{"role": "user", "content": "x"}], [])
+def test_an_answer_that_takes_hours_is_none() -> None:
+    """Of a server that accepts and is silent, of one whose answer drips."""
+    for dripping in (False, True):
+        server = LlmServer(lambda body: (200, []))
+
+        def slow(body: Any, server: LlmServer = server, dripping: bool = dripping) -> Any:
+            if not dripping:
+                server.closing.wait()
+            return 200, iter(lambda: b"" if server.closing.wait(0.02) else b" ", b"")
+
+        server.answer = slow
+        with server.serve(), pytest.raises(ProposerAway, match=r"the answer took longer than 0\.3 s"):
+            LlmEndpoint(server.url, "m", seconds=0.3).reply([{"role": "user", "content": "x"}], [])
 
 
 def test_an_endpoint_that_is_away() -> None:
-    with pytest.raises(ProposerAway, match=r"http://127\.0\.0\.1:9/v1: .*refused"):
+    with pytest.raises(ProposerAway, match=r"http://127\.0\.0\.1:9/v1: All connection attempts failed"):
         LlmEndpoint("http://127.0.0.1:9/v1", "m", "k").reply([{"role": "user", "content": "x"}], [])
 
 

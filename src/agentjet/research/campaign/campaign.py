@@ -345,7 +345,8 @@ class Campaign:
             text = str(away) if isinstance(away, ProposerAway) else one_line(away)
             answers, asked = [], {**asked, "away": as_text(text)}
         hours = (self.runs.working_time() - begun) / 3600
-        return {**asked, "proposals": [storable(answer) for answer in answers], "hours": hours}
+        used = {"used": dict(used)} if (used := getattr(proposer, "used", {})) else {}
+        return {**asked, "proposals": [storable(answer) for answer in answers], "hours": hours, **used}
 
     def _screen(self, number: int, position: Position, candidates: list[Candidate]) -> list[Screened]:
         """Runs the candidates short, the better ones in full, with the seed of the base. Best first."""

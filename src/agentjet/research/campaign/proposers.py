@@ -1,9 +1,9 @@
 """The proposers that need another program: `LanguageModel`, and `CodingAgent`.
 
-`LanguageModel` talks to a language model behind an OpenAI- or Anthropic-compatible URL. The model reads the campaign by
-the tools of `ProposalTools`, and proposes interventions by a tool. It cannot start a run, judge or spend. An invalid
-call is answered with the reason; a model that answers prose is asked again twice. Each answer is written to a record
-before it is used, and `ReplayedModel` gives the answers of a record again.
+`LanguageModel` talks to a language model behind an OpenAI- or Anthropic-compatible URL, by the SDK of that API. The
+model reads the campaign by the tools of `ProposalTools`, and proposes interventions by a tool. It cannot start a run,
+judge or spend. An invalid call is answered with the reason; a model that answers prose is asked again twice. Each
+answer is written to a record before it is used, and `ReplayedModel` gives the answers of a record again.
 
 `CodingAgent` is a command, such as Claude Code, Codex CLI or mini-swe-agent. It works in a scratch folder: `subject/`
 has the files of the base, `campaign/` the newest run and the notebook. It reads its task from standard input, and edits
@@ -13,25 +13,27 @@ sandbox, where held-out tasks are not.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
 import signal
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from inspect import getdoc
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any, Literal, Protocol
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 
-from pydantic import TypeAdapter
+from pydantic import Field, TypeAdapter
 
 from agentjet.client.command import CapturedProcess
 from agentjet.errors import AgentJetError, ConfigError
 from agentjet.research.campaign.strategist import Intervention, ProposerAway, View, facts_of
 from agentjet.research.campaign.subject_repo import git, read_folder, write_files
-from agentjet.research.models import Message, Record, adapter, shortened
+from agentjet.research.models import Message, Record, adapter, refuse, shortened
 from agentjet.sandbox import Limits, ProgramFolder, Sandbox, missing, programs
 
 # ---- a language model ------------------------------------------------------------------------------------------------
@@ -67,6 +69,10 @@ class Reply(Record):
 
     text: str = ""
     calls: tuple[LlmToolCall, ...] = ()
+    read: Annotated[int, Field(ge=0)] = 0
+    """Tokens of the request."""
+    written: Annotated[int, Field(ge=0)] = 0
+    """Tokens of the answer."""
 
 
 class ChatModel(Protocol):
@@ -82,43 +88,58 @@ class LanguageModel:
     model: ChatModel
     record: Path
     """Gets a line for each answer."""
-    papers: Path | None = None
+    papers: Mapping[str, str] = field(default_factory=dict)
+    """Texts by the name of their file."""
     seconds: float = 900.0
-    """Time limit for one request for proposals."""
+    """Time limit for one request for proposals, or for a plan."""
     name: str = "llm"
     limit: str = ""
     """A sentence for the report about the origin of its answers."""
+    prices: tuple[float, float] = (0.0, 0.0)
+    """Prices of a million tokens that the model reads, and of a million that it writes."""
+    used: Mapping[str, float] = field(default_factory=dict)
+    """Tokens `read` and `written` in the newest request, and their `price`."""
 
     def propose(self, view: View, most: int) -> Sequence[Intervention | str]:
         """Raises `ProposerAway` if the model does not answer."""
-        tools = ProposalTools(view, most, self.papers)
-        messages: list[Message] = [{"role": "system", "content": RULES.format(most=most, topic=view.topic)}]
-        messages.append({"role": "user", "content": f"The newest run is entry {view.observed}. Begin.{view.remarks()}"})
-        deadline, prose = time.monotonic() + self.seconds, 0
+        tools = ProposalTools(texts_of(view.files, view.judge_source, self.papers), most, view=view)
+        rules = RULES.format(most=most, topic=view.topic)
+        try:
+            prose = self.converse(tools, rules, f"The newest run is entry {view.observed}. Begin.{view.remarks()}")
+        except ProposerAway:
+            if not tools.proposals:
+                raise
+            return tools.proposals
+        return [*tools.proposals, prose] if prose else tools.proposals
+
+    def converse(self, tools: ModelTools, rules: str, begin: str) -> str:
+        """Lets the model call tools until they are done. Returns the prose of a model that calls none, else "".
+
+        Raises `ProposerAway`.
+        """
+        messages: list[Message] = [{"role": "system", "content": rules}, {"role": "user", "content": begin}]
+        deadline, prose, read, written = time.monotonic() + self.seconds, 0, 0, 0
+        self.used = {}
         for _ in range(MAX_TURNS):
             if time.monotonic() > deadline:
                 break
-            try:
-                reply = self.model.reply(messages, tools.definitions())
-            except ProposerAway:
-                if tools.proposals:
-                    return tools.proposals
-                raise
+            reply = self.model.reply(messages, tools.definitions())
             with self.record.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"asked": messages[-1], "reply": reply.to_json()}) + "\n")
+            read, written = read + reply.read, written + reply.written
+            price = (read * self.prices[0] + written * self.prices[1]) / 1e6
+            self.used = {"read": read, "written": written} | ({"price": price} if price else {})
             messages.append(said(reply))
             for call in reply.calls:
                 messages.append({"role": "tool", "tool_call_id": call.call_id, "content": tools.use(call)})
-            if tools.finished or len(tools.proposals) >= most:
-                return tools.proposals
+            if tools.finished:
+                return ""
             if not reply.calls:
                 prose += 1
                 if prose > REPAIRS:
-                    return [*tools.proposals, shortened(reply.text or "(an empty answer)")]
-                messages.append({"role": "user", "content": "Use the tools: propose, or finish with the reason."})
-        if not tools.proposals:
-            raise ProposerAway(f"no proposal within {MAX_TURNS} answers and {self.seconds:g} s")
-        return tools.proposals
+                    return shortened(reply.text or "(an empty answer)")
+                messages.append({"role": "user", "content": f"Use the tools: {' or '.join(tools.LAST)}."})
+        raise ProposerAway(f"no call of {tools.LAST[0]} within {MAX_TURNS} answers and {self.seconds:g} s")
 
 
 def said(reply: Reply) -> Message:
@@ -133,26 +154,37 @@ def said(reply: Reply) -> Message:
 # ---- tools ----------------------------------------------------------------------------------------------------------
 
 
-TOOLS = ("notebook", "files", "read", "curves", "transcripts", "propose", "finish")
-"""Methods of `ProposalTools` that a model may call. Their docstrings are what it reads about them."""
 REQUIRED = ("name", "kind", "why", "predicts", "refutes")
 """Fields of a proposal that a model must give."""
 
 
 @dataclass
-class ProposalTools:
-    """The tools over a campaign's view, and the proposals made so far."""
+class ModelTools:
+    """Files to read, and the proposals made so far. Docstrings of the tools are what the model reads about them."""
 
-    view: View
-    most: int
-    papers: Path | None = None
-    proposals: list[Intervention | str] = field(default_factory=list)
-    finished: bool = False
+    TOOLS: ClassVar[tuple[str, ...]]
+    """Methods that a model may call."""
+    LAST: ClassVar[tuple[str, ...]]
+    """The tool that proposes, and one that ends."""
+    texts: Mapping[str, Mapping[str, str]]
+    """Files by name: of the subject, the evaluator (judge), and of papers."""
+    most: int = 1
+    proposals: list[Any] = field(default_factory=list)
+    """Those that are valid, and texts with the reason where too many were not."""
+    ended: bool = False
     invalid: int = 0
 
+    @property
+    def finished(self) -> bool:
+        return self.ended or len(self.proposals) >= self.most
+
+    def schema(self) -> Tool:
+        """The JSON schema of a proposal."""
+        raise NotImplementedError
+
     def definitions(self) -> list[Tool]:
-        schemas = {name: TypeAdapter(getattr(self, name)).json_schema() for name in TOOLS}
-        schemas["propose"] = adapter(Intervention).json_schema() | {"required": [*REQUIRED]}
+        schemas = {name: TypeAdapter(getattr(self, name)).json_schema() for name in self.TOOLS}
+        schemas[self.LAST[0]] = self.schema()
         return [
             {"name": name, "description": getdoc(getattr(self, name)), "parameters": schema}
             for name, schema in schemas.items()
@@ -164,34 +196,44 @@ class ProposalTools:
             arguments = json.loads(call.arguments or "{}", parse_constant=str)
             if not isinstance(arguments, dict):
                 raise ValueError("the arguments are not an object")
-            if call.name not in TOOLS:
-                raise ValueError(f"there is no tool {call.name!r}; the tools are {', '.join(TOOLS)}")
+            if call.name not in self.TOOLS:
+                raise ValueError(f"there is no tool {call.name!r}; the tools are {', '.join(self.TOOLS)}")
             result = getattr(self, call.name)(**arguments)
             return shortened(result if isinstance(result, str) else json.dumps(result, default=str), LONGEST_RESULT)
         except Exception as error:  # the boundary: a model may call with anything
-            if call.name == "propose":
+            if call.name == self.LAST[0]:
                 self.invalid += 1
                 if self.invalid > REPAIRS:
                     self.proposals.append(shortened(f"{error}: {call.arguments}"))
             return f"invalid: {shortened(str(error))}"
 
+    def files(self) -> object:
+        """Names and sizes of the subject's files, of the evaluator (judge), and of papers."""
+        return {of: {name: len(text) for name, text in texts.items()} for of, texts in self.texts.items()}
+
+    def read(self, name: str, start: int = 0) -> str:
+        """Up to 20,000 characters of a file, from `start` on."""
+        files = {file: text for texts in self.texts.values() for file, text in texts.items()}
+        if name not in files:
+            raise ValueError(f"there is no file {name!r}; call files for the names")
+        return files[name][start : start + LONGEST_RESULT]
+
+
+@dataclass
+class ProposalTools(ModelTools):
+    """The tools over a campaign's view."""
+
+    TOOLS = ("notebook", "files", "read", "curves", "transcripts", "propose", "finish")
+    LAST = ("propose", "finish")
+    view: View = field(kw_only=True)
+
+    def schema(self) -> Tool:
+        return adapter(Intervention).json_schema() | {"required": [*REQUIRED]}
+
     def notebook(self, first: int = 1, last: int = 1_000_000) -> object:
         """Entries of the notebook by their numbers, oldest first."""
         listed = [entry for entry in self.view.notebook if int(first) <= entry.number <= int(last)]
         return [[e.number, e.kind, shortened(json.dumps(e.content, default=str), 1500)] for e in listed]
-
-    def files(self) -> object:
-        """Names and sizes of the subject's files at the present base, and of the papers."""
-        papers = [path.name for path in self._papers()]
-        return {"subject": {name: len(text) for name, text in self.view.files.items()}, "papers": papers}
-
-    def read(self, name: str) -> str:
-        """A file of the subject, the evaluator (judge), or a paper."""
-        papers = {path.name: path.read_text(encoding="utf-8", errors="replace") for path in self._papers()}
-        files = {**papers, "judge": self.view.judge_source, **self.view.files}
-        if name not in files:
-            raise ValueError(f"there is no file {name!r}; call files for the names")
-        return files[name]
 
     def curves(self, name: str = "") -> object:
         """A signal of the newest run, a value a step. Without a name: all names, the score and the facts."""
@@ -217,11 +259,32 @@ class ProposalTools:
 
     def finish(self, reason: str) -> str:
         """Ends the proposals, with the reason why nothing further is worth a try."""
-        self.finished = True
+        self.ended = True
         return "finished"
 
-    def _papers(self) -> list[Path]:
-        return sorted(path for path in self.papers.glob("*") if path.suffix in (".md", ".txt")) if self.papers else []
+
+def texts_of(files: Mapping[str, str], judge: str, papers: Mapping[str, str]) -> dict[str, Mapping[str, str]]:
+    return {"papers": papers, "judge": {"judge": judge}, "subject": files}
+
+
+def papers_in(folder: Path) -> dict[str, str]:
+    """The papers of a folder by the name of their file. Raises `ConfigError` with the first file that is not text."""
+    found = {}
+    try:
+        for path in sorted(folder.iterdir()):
+            if path.name.startswith("."):
+                continue
+            refuse(
+                path.suffix not in (".md", ".txt") or not path.is_file(),
+                f"--papers {path}: papers are .md and .txt files: convert it to text, or move it elsewhere",
+            )
+            found[path.name] = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ConfigError(f"--papers {path}: it is not UTF-8 text: convert it, or move it elsewhere") from None
+    except OSError as error:
+        raise ConfigError(f"--papers {error.filename}: {error.strerror}: give a folder of .md and .txt files") from None
+    refuse(not found, f"--papers {folder}: no .md or .txt file is in this folder: put papers there, or omit --papers")
+    return found
 
 
 # ---- models ---------------------------------------------------------------------------------------------------------
@@ -241,7 +304,7 @@ class ReplayedModel:
         reply = next(self._replies, None)
         if reply is None:
             raise ProposerAway(f"{self.record.name}: the record ends here")
-        return reply
+        return replace(reply, read=0, written=0)
 
 
 def replies_in(record: Path) -> list[Reply]:
@@ -272,54 +335,59 @@ class LlmEndpoint:
     seconds: float = 180.0
     """Time limit for a whole answer, also if it arrives slowly."""
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """Arguments of the SDK's client. Without a key the SDK would send that of the environment."""
+        return {"api_key": self.api_key or "none", "max_retries": 0, "timeout": None}
+
     def reply(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Reply:
-        path, body, headers = (openai_request if self.kind == "openai" else anthropic_request)(self, messages, tools)
-        content = self._post(f"{self.url.rstrip('/')}{path}", body, headers)
+        ask = openai_reply if self.kind == "openai" else anthropic_reply
         try:
-            return (openai_reply if self.kind == "openai" else anthropic_reply)(json.loads(content))
+            reply = asyncio.run(asyncio.wait_for(ask(self, messages, tools), self.seconds))
+            return Reply.from_json(reply.to_json())  # Checks the types.
+        except TimeoutError:
+            why = f"the answer took longer than {self.seconds:g} s"
         except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError, AgentJetError):
-            raise ProposerAway(f"{self.url}: the answer is not one of the {self.kind} API") from None
-
-    def _post(self, address: str, body: object, headers: Mapping[str, str]) -> bytes:
-        """Raises `ProposerAway` for an answer that is late, too long or an error."""
-        import httpx
-
-        deadline, content = time.monotonic() + self.seconds, b""
-        try:
-            with httpx.stream("POST", address, json=body, headers=dict(headers), timeout=self.seconds) as response:
-                for part in response.iter_bytes():
-                    content += part
-                    if len(content) > MAX_ANSWER_BYTES:
-                        raise ProposerAway(f"{self.url}: the answer is longer than {MAX_ANSWER_BYTES} bytes")
-                    if time.monotonic() > deadline:
-                        raise ProposerAway(f"{self.url}: the answer took longer than {self.seconds:g} s")
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise ProposerAway(f"{self.url}: {error or type(error).__name__}") from None
-        if response.status_code != 200:
-            raise ProposerAway(f"{self.url}: answered with status {response.status_code}")
-        return content
+            why = f"the answer is not one of the {self.kind} API"
+        except Exception as error:  # the boundary: an SDK and a server. The text of an answer may hold the key.
+            status = getattr(error, "status_code", None)
+            why = f"answered with status {status}" if status else str(error.__cause__ or error or type(error).__name__)
+        raise ProposerAway(f"{self.url}: {why}")
 
 
-Request = tuple[str, dict[str, Any], dict[str, str]]
-"""Path, body and headers."""
+async def content_of(response: Any) -> Any:
+    """The JSON of an answer. Raises `RuntimeError` for one that is too long."""
+    content = b""
+    async for part in response.iter_bytes():
+        content += part
+        if len(content) > MAX_ANSWER_BYTES:
+            raise RuntimeError(f"the answer is longer than {MAX_ANSWER_BYTES} bytes")
+    return json.loads(content)
 
 
-def openai_request(endpoint: LlmEndpoint, messages: Sequence[Message], tools: Sequence[Tool]) -> Request:
+async def openai_reply(endpoint: LlmEndpoint, messages: Sequence[Message], tools: Sequence[Tool]) -> Reply:
+    from openai import AsyncOpenAI, DefaultAsyncHttpxClient
+
     functions = [{"type": "function", "function": tool} for tool in tools]
-    headers = {"Authorization": f"Bearer {endpoint.api_key}"} if endpoint.api_key else {}
-    return "/chat/completions", {"model": endpoint.model, "messages": [*messages], "tools": functions}, headers
-
-
-def openai_reply(content: Any) -> Reply:
-    message = content["choices"][0]["message"]
+    body: dict[str, Any] = {"model": endpoint.model, "messages": [*messages], "tools": functions}
+    async with (
+        DefaultAsyncHttpxClient(follow_redirects=False) as http,
+        AsyncOpenAI(base_url=endpoint.url, http_client=http, **endpoint.options) as client,
+        client.chat.completions.with_streaming_response.create(**body) as response,
+    ):
+        content = await content_of(response)
+    message, usage = content["choices"][0]["message"], content.get("usage") or {}
     calls = [
         LlmToolCall(str(call["id"]), call["function"]["name"], call["function"]["arguments"])
         for call in message.get("tool_calls") or ()
     ]
-    return checked(Reply(message.get("content") or "", tuple(calls)))
+    read, written = (usage.get(name) or 0 for name in ("prompt_tokens", "completion_tokens"))
+    return Reply(message.get("content") or "", tuple(calls), read, written)
 
 
-def anthropic_request(endpoint: LlmEndpoint, messages: Sequence[Message], tools: Sequence[Tool]) -> Request:
+async def anthropic_reply(endpoint: LlmEndpoint, messages: Sequence[Message], tools: Sequence[Tool]) -> Reply:
+    from anthropic import AsyncAnthropic, DefaultAsyncHttpxClient
+
     named = [{"name": t["name"], "description": t["description"], "input_schema": t["parameters"]} for t in tools]
     turns: list[Message] = []
     for message in messages[1:]:
@@ -328,9 +396,27 @@ def anthropic_request(endpoint: LlmEndpoint, messages: Sequence[Message], tools:
             turns[-1]["content"] += blocks
         else:
             turns.append({"role": role, "content": blocks})
-    system = messages[0]["content"]
-    body = {"model": endpoint.model, "max_tokens": 8192, "system": system, "messages": turns, "tools": named}
-    return "/messages", body, {"x-api-key": endpoint.api_key, "anthropic-version": "2023-06-01"}
+    body: dict[str, Any] = {"model": endpoint.model, "max_tokens": 8192, "system": messages[0]["content"]}
+    body |= {"messages": turns, "tools": named}
+    url = endpoint.url.rstrip("/").removesuffix("/v1")
+    async with (
+        DefaultAsyncHttpxClient(follow_redirects=False) as http,
+        AsyncAnthropic(base_url=url, http_client=http, **endpoint.options) as client,
+        client.messages.with_streaming_response.create(**body) as response,
+    ):
+        content = await content_of(response)
+    blocks, usage = content["content"], content.get("usage") or {}
+    text = "".join(block["text"] for block in blocks if block["type"] == "text")
+    calls = [
+        LlmToolCall(block["id"], block["name"], json.dumps(block["input"]))
+        for block in blocks
+        if block["type"] == "tool_use"
+    ]
+    read = sum(value or 0 for name, value in usage.items() if name in ANTHROPIC_READ)
+    return Reply(text, tuple(calls), read, usage.get("output_tokens") or 0)
+
+
+ANTHROPIC_READ = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
 
 
 def anthropic_blocks(message: Message) -> list[Message]:
@@ -347,28 +433,12 @@ def anthropic_blocks(message: Message) -> list[Message]:
     return blocks or [{"type": "text", "text": "(empty)"}]
 
 
-def anthropic_reply(content: Any) -> Reply:
-    blocks = content["content"]
-    text = "".join(block["text"] for block in blocks if block["type"] == "text")
-    calls = [
-        LlmToolCall(block["id"], block["name"], json.dumps(block["input"]))
-        for block in blocks
-        if block["type"] == "tool_use"
-    ]
-    return checked(Reply(text, tuple(calls)))
-
-
-def checked(reply: Reply) -> Reply:
-    """Raises `ConfigError` for an answer with values of other types."""
-    return Reply.from_json(reply.to_json())
-
-
 # ---- a coding agent --------------------------------------------------------------------------------------------------
 
 LIMITS = Limits(processes=1024)
 REASONS = ("name", "why", "predicts", "refutes")
 LONGEST_REASONS = 2**20
-"""Bytes of `hypothesis.json`."""
+"""Bytes of a file that a command writes."""
 TASK = """Question: {topic}
 The agent in subject/ is trained by reinforcement learning and judged elsewhere by other code. Read campaign/run.json
 (curves, signals, transcripts), campaign/notebook.json and campaign/judge.txt. Edit the files in subject/ so that the
@@ -400,13 +470,7 @@ class CodingAgent:
 
     def propose(self, view: View, most: int) -> Sequence[Intervention | str]:
         """Returns one proposal, a text with the reason why it cannot be used, or nothing if no file was changed."""
-        with ProgramFolder(prefix="agentjet-coding-agent-") as name:
-            folder = Path(name).resolve()
-            files = {path: text.encode() for path, text in view.files.items()}
-            write_files(files, folder / "a")
-            write_files(files, folder / "work" / "subject")
-            write_files(facts(view), folder / "work" / "campaign")
-            self._run(folder, TASK.format(topic=view.topic) + view.remarks())
+        with self._worked(view.files, facts(view), TASK.format(topic=view.topic) + view.remarks()) as folder:
             if odd := odd_file(folder / "work" / "subject"):
                 return [f"the coding agent left {odd!r}, which is not a regular file"]
             try:
@@ -424,6 +488,22 @@ class CodingAgent:
                 return [Intervention.from_json(given)]
             except ConfigError as error:
                 return [str(error)]
+
+    def written(self, name: str, files: Mapping[str, str], others: Mapping[str, bytes], task: str) -> dict[str, Any]:
+        """Returns the object in the file that the command writes, empty without one. Raises `ProposerAway`."""
+        with self._worked(files, others, task) as folder:
+            return object_in(folder / "work" / name)
+
+    @contextmanager
+    def _worked(self, files: Mapping[str, str], others: Mapping[str, bytes], task: str) -> Iterator[Path]:
+        """Yields a folder with the files as given (`a`), and as the command left them (`work/subject`)."""
+        with ProgramFolder(prefix="agentjet-coding-agent-") as name:
+            folder = Path(name).resolve()
+            for place in ("a", "work/subject"):
+                write_files({path: text.encode() for path, text in files.items()}, folder / place)
+            write_files(others, folder / "work" / "campaign")
+            self._run(folder, task)
+            yield folder
 
     def _run(self, folder: Path, task: str) -> None:
         """Raises `ProposerAway` for a command that fails or takes too long."""
@@ -480,13 +560,18 @@ def odd_file(folder: Path) -> str:
     return ""
 
 
-def reasons(file: Path) -> dict[str, str]:
-    """Name and reasons of the command's change; defaults if it gave none."""
+def object_in(file: Path) -> dict[str, Any]:
+    """The JSON object that a command wrote; empty if it wrote none."""
     try:
         is_plain = file.is_file() and not file.is_symlink() and file.stat().st_size <= LONGEST_REASONS
         given = json.loads(file.read_text(encoding="utf-8")) if is_plain else {}
     except (OSError, ValueError, RecursionError):
         given = {}
-    given = given if isinstance(given, dict) else {}
+    return given if isinstance(given, dict) else {}
+
+
+def reasons(file: Path) -> dict[str, str]:
+    """Name and reasons of the command's change; defaults if it gave none."""
+    given = object_in(file)
     found = {key: str(given.get(key, ""))[:2000] for key in REASONS}
     return {**found, "name": found["name"][:80] or "a patch of the coding agent"}

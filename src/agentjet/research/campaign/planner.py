@@ -1,0 +1,224 @@
+"""`question_of`: a language model or a coding agent plans the study of a topic, else the offline grammar reads it.
+
+A planner gets the registry of factors, the forms, the subject's files, earlier findings and papers. Its plan is a
+`StudyQuestion`, which the check of the grammar's questions checks, too. An invalid plan is answered with the reason. A
+planner may refuse a topic that no experiment can answer.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial, reduce
+from typing import Any
+
+from pydantic import ValidationError
+
+from agentjet.client.agent_source import file_and_function
+from agentjet.config import parse_config
+from agentjet.errors import ConfigError
+from agentjet.recipes import registry
+from agentjet.research.campaign.proposers import REPAIRS, CodingAgent, LanguageModel, ModelTools, Tool, texts_of
+from agentjet.research.campaign.strategist import Intervention, Proposer, ProposerAway
+from agentjet.research.campaign.subject_repo import SUBJECT, SubjectRepo, parse_subject
+from agentjet.research.models import Subject, Value, mistake, refuse, shortened, unknown_key
+from agentjet.research.topic import KEY_OF, WORDS_OF_FORMS, StudyQuestion, check_length, checked, factors, read_topic
+
+PLANNED = ("form", "varied", "metrics", "equal", "needs", "patches", "expects", "refutes", "cites")
+"""Fields of a question that a planner gives."""
+REQUIRED = ("form", "varied", "metrics", "expects", "refutes")
+RULES = """You are a researcher who plans one study about training an agent by reinforcement learning. The topic is a
+person's question. Code runs the study, measures and judges; you choose what is compared, and change nothing else. First
+read what you need of the subject's files and of the papers. Then plan the study that answers the question as it was
+asked: no other factor, and the levels that it names. Name the usual level first. A factor with `needs` has levels that
+only the person can give: leave its levels empty, or make them by patches. Cite papers that you read and that matter.
+Refuse the topic only if no experiment with this registry can answer it.
+
+Forms:
+{forms}
+
+Factors, with words that name them, their usual levels and default:
+{factors}
+
+Topics about these are refused:
+{refused}
+
+Findings of earlier studies:
+{findings}
+"""
+FILE = """Write question.json: an object by this JSON schema. If no experiment can answer the topic, it is
+{{"refuse": the reason}} instead. The subject's files are in subject/, its evaluator is campaign/judge.txt.
+{schema}
+
+Topic: {topic}
+"""
+
+
+@dataclass(frozen=True)
+class PlanView:
+    """The part of a subject that a planner may read. Nothing in it comes from held-out tasks."""
+
+    files: Mapping[str, str] = field(default_factory=dict)
+    judge_source: str = ""
+    findings: Sequence[str] = ()
+    """Sentences of earlier notebooks."""
+    check: Callable[[StudyQuestion], object] = lambda question: None
+    """Raises an error with the reason if no study of the subject can answer the question."""
+
+    @classmethod
+    def of(cls, repo: SubjectRepo, findings: Sequence[str] = ()) -> PlanView:
+        return cls(repo.files(repo.first), repo.judge_source(), findings, partial(check_patches, repo))
+
+    @property
+    def settings(self) -> dict[str, Value]:
+        """Those of a full run. Without a subject those of the default one."""
+        given = parse_subject(self.files[SUBJECT], SUBJECT) if SUBJECT in self.files else None
+        steps, own = (given.steps, given.settings) if given else (Subject.steps, {})
+        return {"job.optimizer.total_steps": steps, **own}
+
+    def rules(self) -> str:
+        listed = {name: one for name, one in factors().items() if name != "nothing"}
+        default = parse_config({})
+        lines = []
+        for name, one in listed.items():
+            levels = registry.built_in() if name == "job.recipe" else one.levels
+            known: dict[str, Any] = {
+                "factor": name,
+                "words": one.words[:4],
+                "levels": levels,
+                "is_ordered": one.ordered,
+            }
+            if name.startswith(("job.", "model.")) and name != "job.recipe":
+                known["default"] = reduce(getattr, name.split("."), default)
+            lines += [] if one.refused else [json.dumps(known | ({"needs": one.needs} if one.needs else {}))]
+        return RULES.format(
+            forms="\n".join(f"{form}: {words.format('...')}" for form, words in WORDS_OF_FORMS.items()),
+            factors="\n".join(lines),
+            refused="\n".join(f"{name}: {one.refused}" for name, one in listed.items() if one.refused),
+            findings="\n".join(self.findings) or "none",
+        )
+
+
+def check_patches(repo: SubjectRepo, question: StudyQuestion) -> None:
+    """Raises `Refused` for a patch that no arm may have."""
+    for level, patch in question.patches.items():
+        repo.commit(repo.first, Intervention(level, "agent", patch=patch))
+
+
+def question_of(topic: str, proposers: Sequence[Proposer], view: PlanView | None = None) -> StudyQuestion:
+    """Returns the plan of the first proposer that gives a valid one, else that of the grammar. It names its planner.
+
+    Raises `ConfigError` for a topic that no study can answer, or that nothing understood.
+    """
+    check_length(topic)
+    view, used, away = view or PlanView(), Counter[str](), ""
+    question = None
+    for proposer in proposers:
+        begun = time.monotonic()
+        try:
+            if isinstance(proposer, LanguageModel):
+                question = plan_with(proposer, topic, view)
+            elif isinstance(proposer, CodingAgent):
+                question = plan_by(proposer, topic, view)
+        except ProposerAway as error:
+            away += f", because {proposer.name} gave no valid plan ({shortened(str(error), 300)})"
+        used.update({"hours": (time.monotonic() - begun) / 3600, **getattr(proposer, "used", {})})
+        if question is not None:
+            break
+    if question is None:
+        try:
+            question = checked(read_topic(topic), view.settings)
+        except ConfigError as error:
+            raise ConfigError(f"{error}{away}") from None
+    by = question.planner or ("the offline grammar" if away else "")
+    return question.model_copy(update={"planner": f"{by}{away}", "used": dict(used)})
+
+
+def planned(answer: Mapping[str, Any], topic: str, view: PlanView, papers: Mapping[str, str], by: str) -> StudyQuestion:
+    """Returns the question that a planner answered. Raises an error with the reason why it is invalid."""
+    for key in answer.keys() - {*PLANNED}:
+        raise ConfigError(unknown_key(key, key, PLANNED))
+    try:
+        question = StudyQuestion.model_validate({**answer, "topic": topic, "planner": by})
+    except ValidationError as error:
+        raise ConfigError(mistake(error, PLANNED)) from None
+    question = checked(question, view.settings, papers)
+    for level in (str(level) for one in question.varied if one.factor in KEY_OF for level in one.levels):
+        file, _ = file_and_function(level)
+        refuse(
+            file.endswith(".py") and file not in view.files, f"{level}: the subject has no file {file!r}: patch it in"
+        )
+    view.check(question)
+    return question
+
+
+def plan_schema() -> Tool:
+    schema = StudyQuestion.model_json_schema()
+    properties = {name: one for name, one in schema["properties"].items() if name in PLANNED}
+    return {**schema, "properties": properties, "required": [*REQUIRED]}
+
+
+# ---- planners --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class PlanTools(ModelTools):
+    """The tools of a language model that plans. `proposals` has its plan."""
+
+    TOOLS = ("files", "read", "plan", "refuse")
+    LAST = ("plan", "refuse")
+    topic: str = field(kw_only=True)
+    view: PlanView = field(kw_only=True)
+    by: str = field(kw_only=True)
+    refusal: str = ""
+
+    def schema(self) -> Tool:
+        return plan_schema()
+
+    def plan(self, **fields: Any) -> str:
+        """Plans the study. `varied` are the factors with the levels to compare; `needs` are factors, each with a word
+        why the person must give it; `patches` are unified diffs of the subject's files, with a/ and b/ prefixes.
+        """
+        self.proposals.append(planned(fields, self.topic, self.view, self.texts["papers"], self.by))
+        return "planned"
+
+    def refuse(self, reason: str) -> str:
+        """Refuses the topic, with the reason why no experiment can answer it."""
+        if not reason.strip():
+            raise ValueError("reason: give it in a sentence")
+        self.refusal, self.ended = reason, True
+        return "refused"
+
+
+def plan_with(model: LanguageModel, topic: str, view: PlanView) -> StudyQuestion:
+    """Returns the plan of a language model. Raises `ConfigError` if it refuses the topic, and `ProposerAway`."""
+    by = f"a language model{f' ({model.limit})' if model.limit else ''}"
+    texts = texts_of(view.files, view.judge_source, model.papers)
+    tools = PlanTools(texts, topic=topic, view=view, by=by)
+    prose = model.converse(tools, view.rules(), f"The topic: {topic}")
+    return _plan_of([*tools.proposals, prose][0], "" if tools.proposals else tools.refusal, topic, by)
+
+
+def plan_by(agent: CodingAgent, topic: str, view: PlanView) -> StudyQuestion:
+    """Returns the plan that a coding agent writes. Raises like `plan_with`."""
+    task, reason = view.rules() + FILE.format(schema=json.dumps(plan_schema()), topic=topic), ""
+    for _ in range(1 + REPAIRS):
+        answer = agent.written("question.json", view.files, {"judge.txt": view.judge_source.encode()}, task + reason)
+        try:
+            if "refuse" in answer:
+                break
+            return planned(answer, topic, view, {}, "a coding agent")
+        except Exception as error:  # the boundary: an agent may write anything
+            reason = f"Your last question.json was invalid: {shortened(str(error))}\n"
+    return _plan_of(reason, str(answer.get("refuse", "")), topic, "a coding agent")
+
+
+def _plan_of(plan: StudyQuestion | str, refusal: str, topic: str, by: str) -> StudyQuestion:
+    if refusal:
+        raise ConfigError(f"the topic {topic!r} is refused by {by}: {shortened(refusal)}")
+    if isinstance(plan, str):
+        raise ProposerAway(plan)
+    return plan
