@@ -158,6 +158,9 @@ class Simulated:
     def commit(self, base: str, made: Intervention) -> str:
         return f"{hash_of([base, made.name])} {int(base.split()[1]) + made.name.endswith('gains')}"
 
+    def parts(self, base: str, whole: str) -> list[str]:
+        return ["one"]
+
     def files(self, commit: str) -> dict[str, str]:
         return {}
 

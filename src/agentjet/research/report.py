@@ -276,7 +276,7 @@ def doubts(found: Finding, hypothesis: Hypothesis, view: StudyView) -> Iterator[
             )
     for arm, values in scores.items() if hypothesis.metric == "score" else ():
         rises = [curve[-1] - curve[-2] for curve in view.curves(arm) if len(curve) > 2]
-        has_room = not is_share or 1 - float(np.mean(values)) > study.sesoi
+        has_room = abs(1 - float(np.mean(values))) > study.sesoi if values else False
         if len(rises) > 1 and has_room and (low := welch(rises, [0.0] * len(rises)).interval(0.05)[0]) > 0:
             yield (
                 f"The score of “{arm}” still rose between the last two evaluations: by {number(float(np.mean(rises)))} "

@@ -166,7 +166,7 @@ def test_only_what_ran_was_tried_and_only_who_answered_proposed(tmp_path: Path) 
     assert {step.rpartition(": ")[2] for step in steps if step.startswith("not tried, proposed by")} == {*untried}
     markdown = build(tmp_path)[0].read_text(encoding="utf-8")
     assert f"{len(untried)} of {len(proposed)} proposals were not tried." in markdown
-    row = r"\| A language model or the record of one \(llm\) \| 0 \| 2 \| [\d.]+ \| – \| http://127.0.0.1:1/v1"
+    row = r"\| A language model or the record of one \(llm\) \| 0 \| 2 \| [\d.]+ \| – \| – \| http://127.0.0.1:1/v1"
     assert re.search(row, markdown)
 
 

@@ -128,7 +128,8 @@ def test_a_change_without_one_of_its_parts(repo: SubjectRepo) -> None:
         **repo.subject(repo.first).settings,
         "job.optimizer.lr": 1e-3,
     }
-    assert "pay.py" not in repo.files(repo.without(repo.first, whole, "pay.py"))
+    with pytest.raises(Refused, match=r"there is no file 'pay\.py'"):
+        repo.without(repo.first, whole, "pay.py")
 
 
 def test_equal_episodes_shorten_the_run_of_a_larger_batch(repo: SubjectRepo) -> None:

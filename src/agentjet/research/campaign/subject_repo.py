@@ -157,7 +157,7 @@ def number(settings: Setting, name: str, default: float) -> float:
 
 
 def keys_of(given: Subject) -> dict[str, Any]:
-    """What arms may change in subject.toml: settings by their dotted names, and other keys."""
+    """The keys of subject.toml that arms may change: settings by their dotted names, and others."""
     return {**given.settings, **{key: getattr(given, key) for key in ARM_KEYS - {"settings"}}}
 
 
@@ -336,7 +336,7 @@ class SubjectRepo:
         return commit
 
     def patch_of(self, commit: str) -> str:
-        """What a commit changes in the user's folder, whose subject.toml keeps its spelling."""
+        """The changes of a commit as a patch of the user's folder. Other lines of its subject.toml stay as they are."""
         text = (self.folder / "judge" / self._given).read_text(encoding="utf-8")
         first, after = self.described(self.first), self.described(commit)
         trees = []
