@@ -237,8 +237,7 @@ def check_length(topic: str) -> str:
 def read_topic(topic: str) -> StudyQuestion:
     """Reads a topic. Raises `ConfigError` for one that no study can answer, or that was not understood."""
     words = _words(check_length(topic))
-    if not words:
-        raise ConfigError(EMPTY)
+    refuse(not words, EMPTY)
     letters = [character for character in topic if character.isalpha()]
     if 2 * sum(map(str.isascii, letters)) < len(letters):
         raise ConfigError(f"the topic {topic!r} is not in English: translate it, or give a language model (--llm)")
@@ -603,9 +602,8 @@ def checked(
             raise ConfigError(f"{name}: {did_you_mean(name, factors(), 'there is no such factor', separator='.')}")
         if why := factors()[name].refused:
             raise ConfigError(f"the topic {question.topic!r} asks about {name}: {why}")
+        refuse(name in question.needs and not factors()[name].needs, f"needs: {name} is set by a study: give levels")
     needs = {name: factors()[name].needs for name in question.needs}
-    for name, needed in needs.items():
-        refuse(not needed, f"needs: a study sets {name} itself: give its levels")
     for one in question.varied:
         needs |= _needs(one, question) if question.form != "diagnose" else {}
         refuse(len(one.levels) > MOST_ARMS, f"{one.factor}: {len(one.levels)} levels: give at most {MOST_ARMS}")
@@ -630,10 +628,8 @@ def checked(
     for cited in question.cites:
         if cited.file not in papers:
             raise ConfigError(f"cites: {did_you_mean(cited.file, papers, 'there is no paper ' + repr(cited.file))}")
-    cites = tuple(
-        one.model_copy(update={"title": papers[one.file].strip().partition("\n")[0].strip("# ")[:200]})
-        for one in question.cites
-    )
+    titles = {name: text.strip().partition("\n")[0].strip("# ")[:200] for name, text in papers.items()}
+    cites = tuple(one.model_copy(update={"title": titles[one.file]}) for one in question.cites)
     return question.model_copy(update={"needs": needs, "cites": cites})
 
 
@@ -688,11 +684,10 @@ def _check_level(name: str, level: Value) -> None:
 
 def _check_together(levels: Setting, settings: Setting | None) -> None:
     """Raises `ConfigError` if a server refuses these levels with the subject's settings."""
-    if settings is None:
-        return
     own = {"job.recipe.name" if name == "job.recipe" else name: level for name, level in levels.items()}
-    if of_server := {name: level for name, level in own.items() if name.startswith(("job.", "model."))}:
-        check_job({**settings, **of_server})
+    own = {name: level for name, level in own.items() if name.startswith(("job.", "model."))}
+    if own and settings is not None:
+        check_job({**settings, **own})
 
 
 NUMBER_OF_FACTORS: Mapping[Form, range] = {"interaction": range(2, 3), "diagnose": range(10), "trade_off": range(1, 10)}
@@ -703,19 +698,14 @@ def _check_form(question: StudyQuestion, names: Sequence[str]) -> None:
     """Raises `ConfigError` for factors and metrics that do not fit a form."""
     form, number = question.form, len(names)
     first, wanted = names[0] if names else "", NUMBER_OF_FACTORS.get(form, range(1, 2))
-    is_ordered, is_world = bool(first) and factors()[first].ordered, first in ("world", "tasks.filter")
     refuse(len({*names}) < number, f"varied: a factor is named twice in {', '.join(names)}")
-    most = "" if len(wanted) == 1 else " or more"
-    refuse(number not in wanted, f"form = {form!r}: it has {wanted[0]} factor(s){most}, and not {number}")
+    refuse(number not in wanted, f"form = {form!r}: it has {wanted[0]} to {wanted[-1]} factors, and not {number}")
+    is_unordered = form in ("dose_response", "scaling") and not factors()[first].ordered
+    is_odd = form == "robustness" and first not in ("world", "tasks.filter")
     refuse(len({*question.metrics}) < len(question.metrics), f"metrics: one is named twice in {question.metrics}")
     refuse(form == "trade_off" and len(question.metrics) < 2, "form = 'trade_off': give two metrics, the aim first")
-    refuse(
-        form in ("dose_response", "scaling") and not is_ordered,
-        f"form = {form!r}: more or less of {first} cannot be had: take form = 'compare'",
-    )
-    refuse(
-        form == "robustness" and not is_world, f"form = 'robustness': its factor is world or tasks.filter, not {first}"
-    )
+    refuse(is_unordered, f"form = {form!r}: more or less of {first} cannot be had: take form = 'compare'")
+    refuse(is_odd, f"form = 'robustness': its factor is world or tasks.filter, not {first}")
 
 
 def _combined(form: Form, levels: Mapping[str, Sequence[Value]]) -> list[dict[str, Value]]:
