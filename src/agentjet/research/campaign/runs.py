@@ -172,7 +172,7 @@ class CampaignRuns:
         self.ending: Callable[[str], object] = lambda reason: {"reason": reason}
         """The content of the entry `ended`."""
         self.added = 0.0
-        """What people added to the budget."""
+        """Added to the budget by people, in its unit."""
         self.vetoed: dict[str, int] = {}
         """By name of an intervention or an arm, the entry of its veto."""
         self._endings = 0
@@ -348,7 +348,7 @@ class CampaignRuns:
         return None
 
     def apply(self, entry: JournalEntry) -> bool:
-        """Does what an entry of people says, or counts an ending. False if that was done before."""
+        """Applies an entry of people, or counts an ending. False if that was done before."""
         if not self._is_first(entry):
             return False
         match entry.kind:
