@@ -222,7 +222,7 @@ def test_a_server_is_asked_before_anything_begins(here: Path, served: Served) ->
     [
         (("--ray", "2", "--server", "http://x", "--admin-token-file", "t"), "--ray 2 starts .* --server http://x runs"),
         (("--ray-gpus", "1"), r"--ray-gpus 1: also give the number of servers on the cluster \(--ray\)"),
-        (("--ray", "2"), r"--ray 2 needs Ray: pip install '\.\[cluster\]'\. Or use servers here \(--local\)"),
+        (("--ray", "2"), r"--ray 2 needs Ray: .*\[cluster\].*\. Or use servers here \(--local\)"),
     ],
 )
 def test_servers_of_a_cluster_that_cannot_be(
