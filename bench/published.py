@@ -7,8 +7,8 @@ notebook.
 
 A verdict *agrees* if the grid does not exclude it: the interval of the claim's contrast, over the seeds of the grid,
 holds a value for which the verdict is right. *Inconclusive* agrees only if the grid excludes less than two of the other
-verdicts. The claims of an anomaly are those about the remedy of the planted cause, also beside other remedies. Without any
-it does not agree.
+verdicts. The claims of an anomaly are those about the remedy of the planted cause, also beside other remedies; without
+any, nothing agrees.
 """
 
 from __future__ import annotations
