@@ -7,7 +7,8 @@ notebook.
 
 A verdict *agrees* if the grid does not exclude it: the interval of the claim's contrast, over the seeds of the grid,
 holds a value for which the verdict is right. *Inconclusive* agrees only if the grid excludes less than two of the other
-verdicts. An anomaly agrees if the grid's score of the accepted change is that of the level without the planted cause.
+verdicts. The claims of an anomaly are those about the remedy of the planted cause, also beside other remedies; without
+any, nothing agrees.
 """
 
 from __future__ import annotations
@@ -195,16 +196,16 @@ def read_claims(topic: Mapping[str, Any], out: Path) -> list[dict[str, Any]]:
     if "cause" in topic:
         named = {remedy.name for remedy in table()[1] if remedy.cause == topic["cause"]}
         found = [
-            (s, s.hypotheses[0], one["finding"])
-            for s, one in zip(studies, learned, strict=False)
-            if one["name"] in named
+            (study, study.hypotheses[0], one["finding"]["verdict"])
+            for study, one in zip(studies, learned, strict=False)
+            if named & {*one["name"].split(" + ")}
         ]
         levels = [grid["given"], grid[topic["cure"]]]
     else:
-        findings = {one["hypothesis"]: one for one in learned[0]["findings"]}
-        found = [(studies[0], claim, findings[claim.id]) for claim in studies[0].hypotheses if claim.id in findings]
+        verdicts = {one["hypothesis"]: one["verdict"] for one in learned[0]["findings"]}
+        found = [(studies[0], claim, verdicts[claim.id]) for claim in studies[0].hypotheses]
         levels = [*grid.values()]
-    return [compared(study, claim, finding["verdict"], levels) for study, claim, finding in found]
+    return [compared(study, claim, verdict, levels) for study, claim, verdict in found]
 
 
 def compared(

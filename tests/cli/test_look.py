@@ -165,13 +165,15 @@ async def test_lists_and_comparisons(tmp_path: Path) -> None:
         assert [one["name"] for one in listed["runs"]] == ["a-b", "a-b-2"]
         assert {one["steps"] for one in listed["runs"]} == {1, 2}
         assert [one["name"] for one in listed["studies"]] == [
+            "dialogue-size",
             "digits",
             "division",
             "hackable",
             "positives",
+            "rate-and-steps",
             "turns",
         ]
-        assert listed["studies"][2]["summary"]["verdicts"] == {"refuted": 1}
+        assert listed["studies"][3]["summary"]["verdicts"] == {"refuted": 1}
         found = await read(http, "/swarm/v1/compare?runs=a-b,a-b-2")
         assert list(found["settings"]) == ["job.optimizer.lr"]
         printed = await asyncio.to_thread(read_runs, [Path(one["title"]) for one in found["runs"]])
@@ -179,7 +181,7 @@ async def test_lists_and_comparisons(tmp_path: Path) -> None:
         study = await read(http, "/swarm/v1/studies/digits")
         assert study["study"]["findings"][0]["verdict"] == "supported"
         assert study == await read(http, "/swarm/v1/studies/digits"), "it is read again only if it grew"
-        assert "there are: digits, division" in (await read(http, "/swarm/v1/studies/none", 404))["detail"]
+        assert "there are: dialogue-size, digits" in (await read(http, "/swarm/v1/studies/none", 404))["detail"]
         assert "there are: a-b" in (await read(http, "/swarm/v1/compare?runs=none", 404))["detail"]
         assert (await read(http, "/swarm/v1/compare", 422))["param"] == "runs"
         many = ",".join(f"a-{number}" for number in range(9))
