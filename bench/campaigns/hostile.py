@@ -96,7 +96,7 @@ def tell(what):
 
 
 def owned():
-    tell(BAIT["mark"])
+    tell(BAIT["mark"][::-1])
 
 
 def raw(content):
@@ -145,7 +145,7 @@ import glob, json, os, shutil, signal, socket, subprocess, sys, threading, time
 BAIT = json.loads({bait!r})
 def change(): open("subject/agent.py", "a").write("\\nx = 1\\n")
 def why(text): json.dump({{"name": "x", "why": text}}, open("hypothesis.json", "w"))
-def owned(): why(BAIT["mark"])
+def owned(): why(BAIT["mark"][::-1])
 def attack():
     {attack}
 attack()
@@ -321,7 +321,7 @@ def attack(kind: str, name: str, place: Place) -> Seen:
     for where, text in texts.items():
         seen.leaked += "".join(f"{name} in {where}; " for name, secret in place.secrets.items() if secret in text)
         seen.leaked += f"a private key in {where}; " if "PRIVATE KEY" in text else ""
-        seen.escaped += f"a mark in {where}; " if bait.mark in text and where != "notebook" else ""
+        seen.escaped += f"a mark in {where}; " if bait.mark[::-1] in text else ""
     shutil.rmtree(folder, ignore_errors=True)
     return seen
 

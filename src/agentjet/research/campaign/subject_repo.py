@@ -74,6 +74,8 @@ ARM_KEYS = frozenset({"agent", "tasks", "reward", "concurrency", "settings"})
 """Keys that an intervention may change. The others are the judge's."""
 METRIC = "score of the judge on the held-out tasks, at the last step"
 HIDDEN = ["answer"]
+RESERVED = {*sys.stdlib_module_names, "agentjet", "sitecustomize", "usercustomize"}
+"""Modules that a subject may not replace, besides those of installed packages."""
 NAMED_CODE = ("recipe", "loss", "name")
 """Last parts of the settings that name a recipe or a loss, perhaps by an import path."""
 DEFAULTS = {"hidden": HIDDEN, "concurrency": 16}
@@ -375,7 +377,7 @@ class SubjectRepo:
             if path in after and any(part.startswith(".") for part in Path(path).parts):
                 raise Refused(f"{path}: give a regular file whose name does not begin with a dot")
             name = path.split("/")[0].removesuffix(".py")
-            if path not in before and (name in sys.stdlib_module_names or is_installed_module(name)):
+            if path not in before and (name in RESERVED or is_installed_module(name)):
                 raise Refused(f"{path}: {name!r} is the name of an installed module: choose another name")
         given = parse_subject(after.get(SUBJECT, b"").decode("utf-8", "replace"), SUBJECT)
         for key in (key for key in KEYS if key not in ARM_KEYS):
