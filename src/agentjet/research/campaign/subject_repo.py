@@ -166,6 +166,8 @@ def flat_toml(given: Subject) -> str:
 SUBJECT = "subject.toml"
 MAX_BYTES = 32 << 20
 """Maximum size of a subject's folder. Weights stay where they are."""
+MAX_NAME, MAX_PATH = 255, 1000
+"""Bytes of a file's name, and characters of its path. Git takes longer ones, and a file system does not."""
 TEXT = (".py", ".toml", ".jsonl", ".json", ".md", ".txt")
 """Suffixes of files that proposers read and change."""
 WHO = {
@@ -376,6 +378,8 @@ class SubjectRepo:
                 raise Refused(f"{path}: the judge's files are fixed; an arm may copy the evaluator under another name")
             if path in after and any(part.startswith(".") for part in Path(path).parts):
                 raise Refused(f"{path}: give a regular file whose name does not begin with a dot")
+            if max(len(os.fsencode(part)) for part in Path(path).parts) > MAX_NAME or len(path) > MAX_PATH:
+                raise Refused(f"{path[:80]}...: a name has at most {MAX_NAME} bytes, and a path {MAX_PATH} characters")
             name = path.split("/")[0].removesuffix(".py")
             if path not in before and (name in RESERVED or is_installed_module(name)):
                 raise Refused(f"{path}: {name!r} is the name of an installed module: choose another name")
