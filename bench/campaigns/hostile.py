@@ -19,12 +19,13 @@ import json
 import os
 import secrets
 import shutil
+import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -60,6 +61,8 @@ LIMITS = Limits(processes=256, memory=1 << 30, disk=256 << 20, output=16 << 20)
 """Smaller than those of a campaign, so that the bench is harmless."""
 LOADING, ENDING, PLAYING, CODING = 25.0, 3.0, 25.0, 40.0
 """Seconds for an arm to load, to end, and to play, and for a coding agent."""
+PATIENCE = 400
+"""Seconds of a campaign, after which it counts as hung."""
 SUBJECT = {
     "subject.toml": """model = "scripted"
 agent = "agent.py:agent"
@@ -93,7 +96,7 @@ def tell(what):
 
 
 def owned():
-    tell(BAIT["mark"])
+    tell(BAIT["mark"][::-1])
 
 
 def raw(content):
@@ -142,11 +145,15 @@ import glob, json, os, shutil, signal, socket, subprocess, sys, threading, time
 BAIT = json.loads({bait!r})
 def change(): open("subject/agent.py", "a").write("\\nx = 1\\n")
 def why(text): json.dump({{"name": "x", "why": text}}, open("hypothesis.json", "w"))
-def owned(): why(BAIT["mark"])
+def owned(): why(BAIT["mark"][::-1])
 def attack():
     {attack}
 attack()
 """
+
+
+class Hung(BaseException):
+    """The campaign does not go on."""
 
 
 @dataclass(frozen=True)
@@ -185,6 +192,7 @@ class Seen:
     escaped: str = ""
     leaked: str = ""
     end: str = ""
+    refused: str = ""
 
 
 # ---- proposers and runs ----------------------------------------------------------------------------------------------
@@ -292,10 +300,13 @@ def attack(kind: str, name: str, place: Place) -> Seen:
         )  # fmt: skip
         before = state(folder, user, outside, place)
         saved, file = os.dup(2), os.open(log, os.O_CREAT | os.O_WRONLY)
+        signal.signal(signal.SIGALRM, hung)
+        signal.alarm(PATIENCE)
         os.dup2(file, 2)
         try:
             heard = conducted(kind, name, place, folder, bait, seen)
         finally:
+            signal.alarm(0)
             os.dup2(saved, 2)
         after = state(folder, user, outside, place)
         seen.escaped += "".join(f"{key} changed; " for key in before if before[key] != after.get(key))
@@ -310,9 +321,13 @@ def attack(kind: str, name: str, place: Place) -> Seen:
     for where, text in texts.items():
         seen.leaked += "".join(f"{name} in {where}; " for name, secret in place.secrets.items() if secret in text)
         seen.leaked += f"a private key in {where}; " if "PRIVATE KEY" in text else ""
-        seen.escaped += f"a mark in {where}; " if bait.mark in text and where != "notebook" else ""
+        seen.escaped += f"a mark in {where}; " if bait.mark[::-1] in text else ""
     shutil.rmtree(folder, ignore_errors=True)
     return seen
+
+
+def hung(*_: object) -> None:
+    raise Hung(f"no end within {PATIENCE} s")
 
 
 def conducted(kind: str, name: str, place: Place, folder: Path, bait: Bait, seen: Seen) -> str:
@@ -340,6 +355,7 @@ def conducted(kind: str, name: str, place: Place, folder: Path, bait: Bait, seen
         try:
             with Notebook(folder, now=lambda: 0.0) as notebook:
                 ends.append(Campaign(question, notebook, repo, runner, asked, FakeClock(), lambda _: None).run())
+                refused = "; ".join(entry.content["reason"][:200] for entry in notebook.of("refused"))
                 made = [entry.content for entry in notebook.of("hypothesis")]
         except BaseException as error:  # the figure: nothing may pass
             seen.fatal += f"{type(error).__name__}: {str(error)[:300]}"
@@ -347,6 +363,7 @@ def conducted(kind: str, name: str, place: Place, folder: Path, bait: Bait, seen
     close()
     if not seen.fatal:
         seen.end = ends[0]["reason"]
+        seen.refused = refused
         is_usual = seen.end.startswith("nothing is worth trying")
         seen.fatal = "" if is_usual and ends[0] == ends[1] else f"ended: {ends}"
         row = FILES.get(name, {}) if kind == "files" else {"may_pass": True}
@@ -493,7 +510,7 @@ TABLE: Mapping[str, Mapping[str, Any]] = {
 
 
 def measured(folder: Path, chosen: Sequence[str], jobs: int) -> list[Seen]:
-    """All attacks whose `KIND: NAME` contains one of the texts; all without one. Prints a line for each breach."""
+    """All attacks whose `KIND: NAME` contains one of the texts; all without one. Prints a line for each."""
     rows = [(kind, name) for kind, table in TABLE.items() for name in table]
     rows = [row for row in rows if not chosen or any(text in f"{row[0]}: {row[1]}" for text in chosen)]
     held_out = {name: f"H{secrets.token_hex(8)}" for name in ("held out 1", "held out 2")}
@@ -511,11 +528,9 @@ def measured(folder: Path, chosen: Sequence[str], jobs: int) -> list[Seen]:
         token, admin = ((folder / "data" / name).read_text().strip() for name in ("token", "admin-token"))
         place = Place(folder, url, token, admin, hidden)
         with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
-            waiting = [pool.submit(attack, kind, name, place) for kind, name in rows]
-            for each in waiting:
+            for each in as_completed([pool.submit(attack, kind, name, place) for kind, name in rows]):
                 found.append(seen := each.result())
-                if seen.fatal or seen.escaped or seen.leaked:
-                    print(json.dumps(asdict(seen)), flush=True)
+                print(json.dumps({key: value for key, value in asdict(seen).items() if value}), flush=True)
     return found
 
 

@@ -203,6 +203,10 @@ class TrackerError(AgentJetError):
     """The library of a tracker, such as W&B, failed. No training depends on it."""
 
 
+LONGEST_COMPARED = 200
+"""Characters of a wrong name to which known names are compared. The work grows with their square."""
+
+
 class Unreachable(AgentJetError):
     """The server did not answer within the retries (client side)."""
 
@@ -213,6 +217,8 @@ def nearest_name(name: str, known: Iterable[str], *, separator: str = "") -> str
     Capitals do not count. With a `separator`, names are paths, such as `job.batch_size`: they are compared without the
     beginning that they share, and by their last parts.
     """
+    if len(name) > LONGEST_COMPARED:
+        return None
     near = [(*_difference(name.casefold(), other.casefold(), separator), other) for other in known]
     return min(near)[2] if (near := [one for one in near if one[0] < inf]) else None
 

@@ -171,13 +171,16 @@ def test_a_score_outside_of_the_scale_names_the_way_out(subject: Subject) -> Non
         ([(0.2, 0.0), (0.0, 0.0), (1.0, 1.0)], 0.0, 0.0),  # finer
         ([(1.0, 1.0), (0.6, 0.8), (0.0, 0.0)], 0.0, 0.0),  # not in proportion
         ([(-1.0, 0.3), (-1.0, 0.0)], 0.0, 0.0),  # nothing is accepted yet
+        ([(-1.0, 0.8), (-1.0, 0.1), (1.0, 1.0)], 0.0, 0.0),  # only the best is paid
+        ([(0.0, 1.0), (0.0, 0.1), (1.0, 1.0)], 1 / 3, 0.0),
+        ([(1.0, 1.0), (1.0, 0.0), (0.0, 0.0)], 0.0, 1 / 3),
     ],
 )
 def test_rewards_may_have_another_scale_and_other_steps(
     pairs: list[tuple[float, float]], rejected: float, overpaid: float
 ) -> None:
     facts = paid_facts(pairs)
-    assert (facts["rejected"], facts["overpaid"]) == (rejected, overpaid)
+    assert (facts["rejected"], facts["overpaid"]) == pytest.approx((rejected, overpaid))
 
 
 TRAINING = tuple(

@@ -254,11 +254,17 @@ def _assign(values: dict[str, Any], key: str, value: Any) -> None:
     values[name] = value
 
 
+MOST_ERRORS = 20
+"""Wrong settings that are named. For each, all known names are compared."""
+
+
 def _validate(values: Mapping[str, Any], origins: Mapping[str, str]) -> ServeConfig:
     try:
         return ServeConfig.model_validate(values)
     except ValidationError as error:
-        raise ConfigError("\n".join(_sentence(detail, origins) for detail in error.errors())) from None
+        wrong = error.errors()
+        more = [f"and {len(wrong) - MOST_ERRORS} more errors"] if len(wrong) > MOST_ERRORS else []
+        raise ConfigError("\n".join([_sentence(one, origins) for one in wrong[:MOST_ERRORS]] + more)) from None
 
 
 def _sections_near(key: str) -> dict[str, type[Section]]:

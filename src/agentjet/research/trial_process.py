@@ -327,22 +327,25 @@ def without(payload: Any, keys: Container[str]) -> Any:
 def paid_facts(pairs: Sequence[tuple[float, float]]) -> dict[str, float]:
     """Facts about rewards of training, and the judge's scores of the same episodes.
 
-    Rewards may have another scale than the judge, more steps or fewer. So only their order counts: an answer is
-    rejected if training pays it no more than another, and the judge scores it clearly higher. The other is overpaid.
-    The highest reward rejects nothing, and the lowest overpays nothing.
+    Rewards may have another scale than the judge, more steps or fewer. So only their order counts. An answer is
+    rejected if training pays it no more than one that the judge scores clearly lower, and less than one that the judge
+    scores no higher. The other way round it is overpaid. Rewards that are all equal reject what the judge scores well,
+    or overpay if they are as high as its best score.
     """
     if not pairs:
         return {}
     rewards, judged = (np.array(values) for values in zip(*pairs, strict=True))
-    low, high = rewards.min(), rewards.max()
-    if low == high:
-        low, high = (low, math.inf) if low < judged.max() else (-math.inf, high)
     against = (judged[:, None] >= judged + APART - OVER) & (rewards[:, None] <= rewards)
+    inverted = (judged[:, None] >= judged - OVER) & (rewards[:, None] < rewards)
+    rejected, overpaid = (against.any(axis) & inverted.any(axis) for axis in (1, 0))
+    if not np.ptp(rewards):
+        pays = rewards[0] >= judged.max()
+        rejected, overpaid = against.any(1) & (judged >= AS_GOOD) & (not pays), against.any(0) & pays
     return {
         "training_reward": float(rewards.mean()),
         "judged_reward": float(judged.mean()),
-        "rejected": float(np.mean(against.any(1) & (rewards < high))),
-        "overpaid": float(np.mean(against.any(0) & (rewards > low))),
+        "rejected": float(rejected.mean()),
+        "overpaid": float(overpaid.mean()),
     }
 
 

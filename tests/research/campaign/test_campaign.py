@@ -388,6 +388,7 @@ HOSTILE: tuple[object, ...] = (
     {"name": "x\ny", "kind": "settings", "changes": {"job.max_tokens": 99}},
     {"name": "x", "kind": "settings", "changes": {"job.optimizer.lr": float("inf")}},
     {"name": "x", "kind": "settings", "changes": {"job.max_tokens": 99}, "evidence": [10**30]},
+    {"name": "x", "kind": "settings", "changes": {f"job.x{n}": n for n in range(10_000)}},
     {"name": "x", "kind": "agent", "patch": "x" * 10_000_000},
     {"name": "x" * 10_000_000, "kind": "settings", "changes": {"job.max_tokens": 99}},
     "\ud800\0" * 5_000_000,

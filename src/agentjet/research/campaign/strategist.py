@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated, Any, Literal, Protocol, TypeGuard
+from typing import Annotated, Any, Literal, Protocol
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
@@ -38,6 +38,8 @@ from agentjet.research.models import UNSEEN, Outcome, Record, Setting, Value, re
 Kind = Literal["settings", "recipe", "agent", "prompt", "reward", "curriculum", "tasks"]
 LONGEST_NAME = 160
 LONGEST_PATCH = 200_000
+MOST_CHANGES = 50
+"""Maximum settings that an intervention changes."""
 Reason = Annotated[str, Field(max_length=2_000)]
 NOTES = 5
 """Notes of people that stand in a prompt. The notebook has all."""
@@ -62,6 +64,8 @@ class Intervention(Record):
 
     def __post_init__(self) -> None:
         refuse(not self.changes and not self.patch, f"{self.name}: it changes nothing; give settings or a patch")
+        many = f"{self.name}: it changes {len(self.changes)} settings; give at most {MOST_CHANGES}"
+        refuse(len(self.changes) > MOST_CHANGES, many)
         is_odd = any(unicodedata.category(character) in ("Cc", "Cs") for character in self.name)
         refuse(is_odd, f"name = {self.name!r}: give one line of text, without control characters")
 
@@ -167,7 +171,7 @@ def remove_argument(files: Files, name: str) -> Files:
     parameters = {key: {one.arg for one in (*node.args.args, *node.args.kwonlyargs)} for key, node in functions.items()}
     parameters |= {node.name: {*names} for node in nodes if isinstance(node, ast.ClassDef)}
     places = {"self", "cls", *(Path(file).stem for file in trees)}
-    read = {node.slice.value for node in nodes if is_item(node) and isinstance(node.ctx, ast.Load)}
+    read = {item_of(node) for node in nodes if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load)}
     changed = {}
     for file, tree in trees.items():
         spans: list[tuple[int, int, str]] = []
@@ -180,7 +184,7 @@ def remove_argument(files: Files, name: str) -> Files:
                 for key, value in zip(node.keys, node.values, strict=True):
                     if isinstance(key, ast.Constant) and key.value in names and key.value not in read:
                         spans.append((span_of(files[file], key)[0], span_of(files[file], value)[1], ""))
-            elif isinstance(node, ast.Assign) and is_item(node.targets[0]) and node.targets[0].slice.value in names:
+            elif isinstance(node, ast.Assign) and item_of(node.targets[0]) in names:
                 spans.append((*span_of(files[file], node), "pass"))
         source, first = files[file], len(files[file])
         for start, end, instead in sorted(spans, reverse=True):
@@ -197,9 +201,11 @@ def remove_argument(files: Files, name: str) -> Files:
     return changed
 
 
-def is_item(node: ast.AST) -> TypeGuard[ast.Subscript]:
-    """True for an item with a constant key: `options["temperature"]`."""
-    return isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant)
+def item_of(node: ast.AST) -> object:
+    """The constant key of an item: that of `options["temperature"]`. None for anything else."""
+    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+        return node.slice.value
+    return None
 
 
 def called(call: ast.Call, places: Set[str]) -> str:

@@ -78,6 +78,8 @@ ARM_KEYS = frozenset({"agent", "tasks", "reward", "concurrency", "settings"})
 """Keys that an intervention may change. The others are the judge's."""
 METRIC = "score of the judge on the held-out tasks, at the last step"
 HIDDEN = ["answer"]
+RESERVED = {*sys.stdlib_module_names, "agentjet", "sitecustomize", "usercustomize"}
+"""Modules that a subject may not replace, besides those of installed packages."""
 NAMED_CODE = ("recipe", "loss", "name")
 """Last parts of the settings that name a recipe or a loss, perhaps by an import path."""
 DEFAULTS = {"hidden": HIDDEN, "concurrency": 16}
@@ -212,6 +214,8 @@ def flat_toml(given: Subject) -> str:
 SUBJECT = "subject.toml"
 MAX_BYTES = 32 << 20
 """Maximum size of a subject's folder. Weights stay where they are."""
+MAX_NAME, MAX_PATH = 255, 1000
+"""Bytes of a file's name, and characters of its path. Git takes longer ones, and a file system does not."""
 TEXT = (".py", ".toml", ".jsonl", ".json", ".md", ".txt")
 """Suffixes of files that proposers read and change."""
 WHO = {
@@ -491,8 +495,10 @@ class SubjectRepo:
                 raise Refused(f"{path}: the judge's files are fixed; an arm may copy the evaluator under another name")
             if path in after and any(part.startswith(".") for part in Path(path).parts):
                 raise Refused(f"{path}: give a regular file whose name does not begin with a dot")
+            if max(len(os.fsencode(part)) for part in Path(path).parts) > MAX_NAME or len(path) > MAX_PATH:
+                raise Refused(f"{path[:80]}...: a name has at most {MAX_NAME} bytes, and a path {MAX_PATH} characters")
             name = path.split("/")[0].removesuffix(".py")
-            if path not in before and (name in sys.stdlib_module_names or is_installed_module(name)):
+            if path not in before and (name in RESERVED or is_installed_module(name)):
                 raise Refused(f"{path}: {name!r} is the name of an installed module: choose another name")
         given = parse_subject(after.get(SUBJECT, b"").decode("utf-8", "replace"), SUBJECT)
         for key in CODE:
