@@ -25,6 +25,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import tempfile
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
