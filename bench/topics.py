@@ -40,8 +40,9 @@ from agentjet.research.campaign.proposers import LanguageModel, LlmEndpoint
 from agentjet.research.campaign.runs import Budget, Question
 from agentjet.research.journal import StudyLog
 from agentjet.research.models import Hypothesis, Outcome, Setting, Study, Subject, Value, Verdict
+from agentjet.research.question import StudyQuestion
 from agentjet.research.scheduler import conduct
-from agentjet.research.topic import StudyQuestion, read_topic
+from agentjet.research.topic import read_topic
 from bench import published
 from bench.machine import report
 from tests.research.campaign.llm_server import Call, LlmServer, openai_answer

@@ -18,10 +18,11 @@ from agentjet.errors import ConfigError
 from agentjet.research.journal import StudyLog
 from agentjet.research.models import Arm, Finding, Hypothesis, Outcome, Study, Subject, Value
 from agentjet.research.plan import Space, SpaceArm, plan
+from agentjet.research.question import PlannedArm, answer, arms_of, factors, given_levels
 from agentjet.research.report import StudyView, gather, plan_page
 from agentjet.research.scheduler import conduct, estimate_cost
 from agentjet.research.statistics import welch
-from agentjet.research.topic import PlannedArm, answer, arms_of, factors, given_levels, read_topic
+from agentjet.research.topic import read_topic
 from bench.topics import judged, study_of, topics
 from tests.research.world import Formula
 

@@ -504,9 +504,10 @@ def start(
     from agentjet.research.campaign.subject_repo import SubjectRepo, read_subject, remove_parts
     from agentjet.research.journal import StudyFolder
     from agentjet.research.models import Study
+    from agentjet.research.question import given_levels
     from agentjet.research.report import plan_page
     from agentjet.research.swarm_runner import check_arms
-    from agentjet.research.topic import given_levels, read_topic
+    from agentjet.research.topic import read_topic
 
     if (out / NOTEBOOK).exists():
         raise ConfigError(

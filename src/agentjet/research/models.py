@@ -534,7 +534,7 @@ class Study(Record):
     subject: Subject | None = None
     """The trained subject; None if the runner decides."""
     form: str = ""
-    """Form of the question that the topic was read as: see `topic.Form`. Empty if a person wrote the arms."""
+    """Form of the question that the topic was read as: see `question.Form`. Empty if a person wrote the arms."""
     reading: str = ""
     """The reading of the topic, in a sentence."""
     spread: float = 0.0

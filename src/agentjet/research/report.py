@@ -46,9 +46,9 @@ from agentjet.research.models import (
     Value,
     canonical,
 )
+from agentjet.research.question import answer
 from agentjet.research.scheduler import DIRECTIONAL, Spending, estimate_cost
 from agentjet.research.statistics import POWER, largest_unseen_rate, nominal_level, planned_power, welch
-from agentjet.research.topic import answer
 from agentjet.types import beginning
 
 # ---- a study's log, arranged for reports -----------------------------------------------------------------------------

@@ -20,8 +20,9 @@ from agentjet.research.campaign.strategist import Strategist
 from agentjet.research.campaign.subject_repo import SubjectRepo
 from agentjet.research.journal import JournalEntry, Notebook, read_log
 from agentjet.research.models import Equal, Outcome, Subject
+from agentjet.research.question import given_levels
 from agentjet.research.report import StudyView, gather
-from agentjet.research.topic import given_levels, read_topic
+from agentjet.research.topic import read_topic
 from tests.cli.test_commands import run
 from tests.research.campaign.campaign_world import SICK, Commits, FakeClock, FormulaRunner
 

@@ -18,7 +18,7 @@ from agentjet.research.campaign.planner import PlanView, question_of
 from agentjet.research.campaign.proposers import CodingAgent, LanguageModel, LlmEndpoint
 from agentjet.research.campaign.strategist import unified_diff
 from agentjet.research.campaign.subject_repo import SubjectRepo
-from agentjet.research.topic import StudyQuestion
+from agentjet.research.question import StudyQuestion
 from bench.topics import by_script, topics
 from tests.research.campaign.llm_server import LlmServer, openai_answer
 from tests.research.campaign.subjects import write_subject

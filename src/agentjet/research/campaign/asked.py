@@ -11,8 +11,8 @@ from agentjet.research.campaign.runs import SHORT, Question
 from agentjet.research.campaign.subject_repo import SubjectRepo
 from agentjet.research.models import MEASURED, Arm, Knob, Refused, Study, Value, refuse, shown_model
 from agentjet.research.plan import check_arms
+from agentjet.research.question import METRICS_IN_WORDS, StudyQuestion, arms_of
 from agentjet.research.scheduler import estimate_cost
-from agentjet.research.topic import METRICS_IN_WORDS, StudyQuestion, arms_of
 
 RESERVE = 0.4
 """Share of the budget that tuning may not spend."""

@@ -64,10 +64,10 @@ from agentjet.research.models import (
     hash_of,
     shortened,
 )
+from agentjet.research.question import answer
 from agentjet.research.report import StudyView
 from agentjet.research.scheduler import DIRECTIONAL, TrialLauncher, TrialRunner, conduct, estimate_cost
 from agentjet.research.statistics import variance
-from agentjet.research.topic import answer
 
 # ---- the campaign ----------------------------------------------------------------------------------------------------
 

@@ -25,7 +25,8 @@ from agentjet.research.campaign.proposers import REPAIRS, CodingAgent, LanguageM
 from agentjet.research.campaign.strategist import Intervention, Proposer, ProposerAway
 from agentjet.research.campaign.subject_repo import SUBJECT, SubjectRepo, parse_subject
 from agentjet.research.models import Subject, Value, mistake, refuse, shortened, unknown_key
-from agentjet.research.topic import KEY_OF, WORDS_OF_FORMS, StudyQuestion, check_length, checked, factors, read_topic
+from agentjet.research.question import KEY_OF, WORDS_OF_FORMS, StudyQuestion, check_length, checked, factors
+from agentjet.research.topic import read_topic
 
 PLANNED = ("form", "varied", "metrics", "equal", "needs", "patches", "expects", "refutes", "cites")
 """Fields of a question that a planner gives."""
