@@ -100,6 +100,8 @@ def report(
                 more = chapters(notebook)
         if check is None:
             typer.echo(studies.build(log, folder, more))
+            for again in sorted(folder.glob(f"study-*/{STUDY}")):
+                typer.echo(studies.build(StudyFolder(again.parent).log(), again.parent))
         elif problems := studies.check(check, log, more):
             raise ConfigError("\n".join([f"{check} differs from the journal:", *problems]))
         else:

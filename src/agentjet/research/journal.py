@@ -334,6 +334,8 @@ class StudyFolder:
 
 NOTEBOOK = "notebook.sqlite"
 INBOX = "inbox"
+DECIDED = "all claims are decided"
+"""Reason for the end of a topic without open claims."""
 HUMAN = ("note", "veto", "budget", "reopen")
 """Kinds of entries that people wrote."""
 DAY = 86400.0
@@ -442,8 +444,8 @@ class Notebook(StudyJournal):
             f"{self.path}: no run of the subject has a score: mend the subject, and start with another --out",
         )
         refuse(
-            over is not None and any(learned.content["verdict"] == "answered" for learned in self.of("learned")),
-            f"{self.path}: its study is complete: ask again with agentjet research start and another --out",
+            over is not None and over.content["reason"] == DECIDED,
+            f"{self.path}: {DECIDED}: ask another question, with another --out",
         )
 
     def spending(self, until: float = math.inf) -> dict[str, float]:

@@ -18,8 +18,8 @@ from agentjet.research.campaign.campaign import Campaign
 from agentjet.research.campaign.runs import Budget, Question
 from agentjet.research.campaign.strategist import Strategist
 from agentjet.research.campaign.subject_repo import SubjectRepo
-from agentjet.research.journal import JournalEntry, Notebook, read_log
-from agentjet.research.models import Equal, Outcome, Subject
+from agentjet.research.journal import DECIDED, HumanMessage, Inbox, JournalEntry, Notebook, read_log
+from agentjet.research.models import Equal, Outcome, Study, Subject
 from agentjet.research.question import given_levels
 from agentjet.research.report import StudyView, gather
 from agentjet.research.topic import read_topic
@@ -179,3 +179,35 @@ def test_the_report_of_a_topic_has_what_people_and_planners_did(tmp_path: Path) 
     assert "* heat.md (heat.md): warm samples explore" in markdown
     assert r"| The plan of the topic | 1 | 1 | 1,800 | 1,500 | 0.02 | – |" in markdown
     assert "agrees with the journal" in run("research", "report", str(tmp_path), "--check", str(tmp_path / "report.md"))
+
+
+def test_a_reopened_topic_tests_what_is_open_with_fresh_seeds(tmp_path: Path) -> None:
+    """A gain that is about as large as matters stays open; the other claim is decided."""
+
+    def score(settings: Mapping[str, Any]) -> dict[str, float]:
+        return {"score": 0.5 + {0.8: 0.0, 1.0: 0.05, 1.3: 0.4}[float(settings["job.temperature"])]}
+
+    topic, runner = "Compare temperatures 0.8, 1 and 1.3", FormulaRunner(HEALTHY, score, noise=0.03)
+    question, plan = plan_of(topic, HEALTHY, Budget(runs=40.0))
+
+    def conducted() -> list[JournalEntry]:
+        with Notebook(tmp_path, now=lambda: 0.0) as notebook:
+            repo = cast(Any, HEALTHY)
+            Campaign(question, notebook, repo, runner, [Strategist()], FakeClock(), planned=plan).run()
+            return list(notebook.entries)
+
+    assert conducted()[-1].content["reason"] == "1 of 2 claims stay open"
+    assert conducted()[-1].content["reason"] == "1 of 2 claims stay open"
+    Inbox(tmp_path).put(HumanMessage("reopen", runs=30.0))
+    entries = conducted()
+    first, second = [Study.from_json(entry.content["study"]) for entry in entries if entry.kind == "study"]
+    assert len(second.hypotheses) == 1 and second.hypotheses[0] in first.hypotheses and second.seed != first.seed
+    assert second.alpha < first.alpha and (tmp_path / "study-2" / "study.sqlite").exists()
+    assert entries[-1].content["spent"]["runs"] <= 70
+    (tmp_path / "source.json").write_text("{}")
+    assert run("research", "report", str(tmp_path)).count("report.html") == 2
+    with Notebook(tmp_path / "decided", now=lambda: 0.0) as notebook:
+        for entry in (entries[0], replace(entries[-1], content={**entries[-1].content, "reason": DECIDED})):
+            notebook.entry(entry.kind, entry.content, key=entry.key)
+        with pytest.raises(ConfigError, match="all claims are decided: ask another question"):
+            notebook.check(HumanMessage("reopen"))

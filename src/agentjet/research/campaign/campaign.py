@@ -51,7 +51,7 @@ from agentjet.research.campaign.strategist import (
 )
 from agentjet.research.campaign.subject_repo import SubjectRepo
 from agentjet.research.diagnosis import FAILED, PLAYS, toml_of
-from agentjet.research.journal import JournalEntry, Notebook, copied, proposer_of, stored, write_whole
+from agentjet.research.journal import DECIDED, JournalEntry, Notebook, copied, proposer_of, stored, write_whole
 from agentjet.research.models import (
     MEASURED,
     Arm,
@@ -203,28 +203,42 @@ class Campaign:
             what = f"how many {self.question.equal} an arm uses"
             self.runs.observe(named, seed_of(self.question, 0), what, [first.entry], SHORT, own)
         arms = tuple(replace(arm, changes=self.runs.setting(commits[arm.name], arm.changes)) for arm in study.arms)
+        study = replace(study, arms=arms)
+        for number in count(1):
+            learned = self._answered(number, study, commits, first)
+            ends = {one["hypothesis"]: one["verdict"] for one in learned["findings"]}
+            still_open = tuple(claim for claim in study.hypotheses if ends[claim.id] == "inconclusive")
+            text = f"{len(still_open)} of {len(ends)} claims stay open" if still_open else DECIDED
+            while not self.runs.end(text, f"answer {number}"):
+                pass
+            # Reopened: fresh seeds for what is open.
+            study = replace(study, hypotheses=still_open, seed=seed_of(self.question, number))
+
+    def _answered(
+        self, number: int, study: Study, commits: Mapping[str, str], first: RunObservation
+    ) -> Mapping[str, Any]:
+        """Conducts the study with this number on the topic. The first has its files in the campaign's folder."""
         self.studies += 1
-        study = replace(study, arms=arms, alpha=self.question.alpha_of(self.studies))
+        study = replace(study, alpha=self.question.alpha_of(self.studies))
         cost = estimate_cost(study)
         while (left := self.runs.left()) < cost.least:
             needs = f"the study needs {cost.least:.1f} full runs at least, and the budget pays for {left:.1f} more"
-            self.runs.end(needs, "study of the topic")
+            self.runs.end(needs, f"study {number} of the topic")
         study = replace(study, budget=round(min(left, cost.most), 6))
         content = {"study": study.to_json(), "name": study.topic, "commits": commits}
         plan = json.dumps(content["study"], indent=2, ensure_ascii=False)
-        self.runs.patiently(partial(write_whole, self.notebook.path / "study.json", f"{plan}\n"))
-        entry, key = self.runs.note("study", content, f"study {study.id}", [first.entry]), f"learned {study.id}"
-        learned = self._learned(key, [entry.number], lambda: self._answered(study, commits))
-        undecided = sum(one["verdict"] == "inconclusive" for one in learned["findings"])
-        text = f"{undecided} of {len(study.hypotheses)} claims stay open" if undecided else "all claims are decided"
-        while True:
-            self.runs.end(text, "answer")
+        folder = self.notebook.path / (f"study-{number}" if number > 1 else "")
+        folder.mkdir(exist_ok=True)
+        self.runs.patiently(partial(write_whole, folder / "study.json", f"{plan}\n"))
+        entry = self.runs.note("study", content, f"study {study.id}", [first.entry])
 
-    def _answered(self, study: Study, commits: Mapping[str, str]) -> dict[str, Any]:
-        findings, content = self._conduct(study, commits, file=self.notebook.path / "study.sqlite")
-        said = " ".join(answer(study, {one.hypothesis: one for one in findings}))
-        found = {"findings": [one.to_json() for one in findings], "verdict": "answered", "accepted": False}
-        return {"name": study.topic, "meaning": said, **found, **content}
+        def learn() -> dict[str, Any]:
+            findings, content = self._conduct(study, commits, file=folder / "study.sqlite")
+            said = " ".join(answer(study, {one.hypothesis: one for one in findings}))
+            found = {"findings": [one.to_json() for one in findings], "verdict": "answered", "accepted": False}
+            return {"name": study.topic, "meaning": said, **found, **content}
+
+        return self._learned(f"learned {study.id}", [entry.number], learn)
 
     def _learned(self, key: str, because: Sequence[int], learn: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The content of the entry about a study, which is conducted if the notebook lacks it. Spends its costs."""
