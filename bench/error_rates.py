@@ -18,8 +18,10 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, cast
 from unittest import mock
 
@@ -32,7 +34,7 @@ from agentjet.research.campaign import campaign
 from agentjet.research.campaign.campaign import Campaign
 from agentjet.research.campaign.runs import Budget, Question
 from agentjet.research.campaign.strategist import Intervention, View
-from agentjet.research.journal import Notebook, StudyJournal
+from agentjet.research.journal import Inbox, Notebook, StudyJournal
 from agentjet.research.models import Outcome, Trial, hash_of
 from agentjet.research.scheduler import DIRECTIONAL
 from agentjet.research.statistics import nominal_level
@@ -135,6 +137,8 @@ class MemoryNotebook(Notebook):
 
     def __init__(self) -> None:
         StudyJournal.__init__(self, None, now=lambda: 0.0)
+        self.path = Path(os.devnull)
+        self.inbox = Inbox(self.path)
 
 
 @dataclass

@@ -82,7 +82,7 @@ class Ideas:
 EFFECTS = {"job.x1": 0.11, "job.x2": 0.14, "job.x3": -0.2, "job.x5": 0.12, "job.x7": 0.03, "job.x99": 0.13}
 
 
-NOISE = 0.06
+NOISE = 0.07
 """At which a first look decides nothing."""
 
 

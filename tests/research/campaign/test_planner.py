@@ -68,7 +68,7 @@ def test_a_model_plans_a_study(tmp_path: Path) -> None:
 def test_a_model_reads_another_language(tmp_path: Path) -> None:
     topic = "KLペナルティは重要ですか?"
     assert asked(tmp_path, plan(), topic=topic)[0].topic == topic
-    with pytest.raises(ConfigError, match=r"was not understood.*because llm gave no valid plan \(No\.\)"):
+    with pytest.raises(ConfigError, match=r"is not in English.*because llm gave no valid plan \(No\.\)"):
         asked(tmp_path, *[openai_answer(text="No.")] * 3, topic=topic)
 
 
