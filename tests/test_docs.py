@@ -34,7 +34,8 @@ from agentjet.cli.main import app, confidence, parameters, recipes_reference
 from agentjet.config import load_config, settings_table
 from agentjet.config.loader import sections, settings
 from agentjet.recipes import registry
-from agentjet.research.journal import StudyFolder
+from agentjet.research.campaign.report import chapters
+from agentjet.research.journal import NOTEBOOK, Notebook, StudyFolder
 from agentjet.research.report import check
 from bench.readme import Example, free_port, run
 from tests.setting_names import recipe_parameters, setting_names
@@ -312,8 +313,11 @@ def test_the_rule_of_plain_words(text: str, is_banned: bool) -> None:
 
 @pytest.mark.parametrize("study", sorted(path.parent for path in (ROOT / "docs" / "studies").glob("*/study.sqlite")))
 def test_reports_of_shipped_studies_are_those_of_their_journals(study: Path) -> None:
-    log = StudyFolder(study).log()
-    assert [problem for name in ("report.md", "facts.json") for problem in check(study / name, log)] == []
+    log, more = StudyFolder(study).log(), {}
+    if (study / NOTEBOOK).exists():  # A topic's study is one of a campaign.
+        with Notebook(study, writer=False) as notebook:
+            more = chapters(notebook)
+    assert [problem for name in ("report.md", "facts.json") for problem in check(study / name, log, more)] == []
 
 
 @pytest.mark.e2e

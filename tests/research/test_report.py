@@ -199,7 +199,7 @@ def test_the_subject_is_reported() -> None:
     log = StudyLog()
     conduct(replace(STUDY, subject=subject), log, Formula())
     text = markdown(log)
-    assert "| model | `smollm2-135m` |" in text and "`agent.py:play`" in text
+    assert "| model, if an arm sets none | `smollm2-135m` |" in text and "`agent.py:play`" in text
 
 
 def test_a_verdict_on_untested_runs_is_qualified() -> None:

@@ -358,7 +358,7 @@ OPEN = "not decided, +0.1 (-0.1 to +0.3); more than 1000 seeds an arm would be n
     [
         ("supported", (0.3, 0.2, 0.4), "yes, +0.3 (+0.2 to +0.4)."),
         ("refuted", (-0.3, -0.4, -0.2), "no, the opposite, -0.3 (-0.4 to -0.2)."),
-        ("practically_equivalent", (0.01, -0.05, 0.07), "no difference within ± 0.1, +0.01 (-0.05 to +0.07)."),
+        ("practically_equivalent", (0.01, -0.05, 0.07), "no difference of 0.1 or more, +0.01 (-0.05 to +0.07)."),
         ("inconclusive", (0.2, 0.0, 0.4), "not decided, +0.2 (+0 to +0.4); about 12 more seeds an arm would."),
         ("inconclusive", (0.2, 0.2, 0.2), "not decided, +0.2 (+0.2 to +0.2); more seeds alone would not decide it: r."),
         ("inconclusive", (0.1, -0.1, 0.3), f"{OPEN} large as matters."),

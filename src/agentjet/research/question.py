@@ -588,7 +588,7 @@ def _sentence(study: Study, claim: Hypothesis, found: Finding) -> str:
         case "refuted":
             return f"{text}: no, the opposite, {size}."
         case "practically_equivalent":
-            return f"{text}: no difference within ± {matters:g}, {size}."
+            return f"{text}: no difference of {matters:g} or more, {size}."
     return f"{text}: not decided, {size}; {_more_seeds(found, matters)}."
 
 

@@ -36,6 +36,7 @@ from agentjet.research.diagnosis import MANY_FAILED, held_out_counts
 from agentjet.research.journal import JournalEntry, StudyFolder, StudyLog, write_whole
 from agentjet.research.models import (
     EXPECTED,
+    TIMES,
     Arm,
     Finding,
     Hypothesis,
@@ -160,6 +161,8 @@ UNEQUAL = 3.0
 """Ratio of deviations of two arms that strains the approximation of the boundary (see docs/research.md)."""
 FIFTH = 0.2
 """Share of the spread between seeds. With a smaller effect of interest, wrong verdicts are more frequent than alpha."""
+AMOUNTS = {"episodes": ("batch/episodes",), "tokens": ("batch/sampled_tokens",), "seconds": TIMES}
+"""Signals of which an amount of a run is the sum."""
 FAR_APART = 2
 """Ratio of the episodes a step of two arms from which a plan warns."""
 SIMULATED = {"alpha": 0.05, "claims": 10, "even": 0.06, "uneven": 0.1, "fine": 0.16, "share": FIFTH}
@@ -183,6 +186,7 @@ def gather(view: StudyView) -> Facts:
         "arms": arms,
         "trials": [trial_facts(one) for one in view.launched],
         "evaluation_steps": evaluation_steps(view),
+        "in_effect": in_effect(view),
         "ledger": {
             **view.spending.spent,
             "repeated": view.spending.repeated,
@@ -274,6 +278,13 @@ def doubts(found: Finding, hypothesis: Hypothesis, view: StudyView) -> Iterator[
                 f"leaves room for a difference of {0 - level:+.3g} to {1 - level:+.3g}. The interval reaches beyond, "
                 "because Welch's t does not know limits of scores."
             )
+    means = [float(np.mean(values)) for values in scores.values() if values]
+    for end in (0, 1) if is_share and found.verdict not in DIRECTIONAL and hypothesis.metric == "score" else ():
+        if all(abs(mean - end) < study.sesoi for mean in means):
+            yield (
+                f"All its arms end less than {study.sesoi:g} from {end}. If that is an end of the scale, a difference "
+                "had no room to show: other tasks, or runs of another length, may tell the arms apart."
+            )
     for arm, values in scores.items() if hypothesis.metric == "score" else ():
         rises = [curve[-1] - curve[-2] for curve in view.curves(arm) if len(curve) > 2]
         has_room = abs(1 - float(np.mean(values))) > study.sesoi if values else False
@@ -296,6 +307,7 @@ def doubts(found: Finding, hypothesis: Hypothesis, view: StudyView) -> Iterator[
 
 def arm_facts(arm: Arm, view: StudyView) -> Facts:
     confirming, scores = view.confirming(arm.name), view.scores(arm.name)
+    signals = [one.outcome.signals for one in confirming if one.outcome and one.score is not None]
     ends = Counter(one.end for one in confirming)
     subject = view.study.subject
     return {
@@ -314,8 +326,21 @@ def arm_facts(arm: Arm, view: StudyView) -> Facts:
         "worst": min(scores, default=None),
         "best": max(scores, default=None),
         "unseen": largest_unseen_rate(len(scores)) if scores and not ends["diverged"] else None,
+        **{
+            name: math.fsum(value or 0.0 for run in signals for of in parts for value in run.get(of, ())) / len(signals)
+            if any(of in run for run in signals for of in parts)
+            else None
+            for name, parts in AMOUNTS.items()
+        },
         "runs": [one.name for one in confirming],
     }
+
+
+def in_effect(view: StudyView) -> Setting:
+    """The settings with one value in all confirming runs that report theirs. Arms and seeds differ in the others."""
+    runs = [one.outcome.settings for one in view.launched if one.trial.phase == "confirm" and one.outcome]
+    known = [run for run in runs if run] or [{}]
+    return {name: value for name, value in sorted(known[0].items()) if all(run.get(name) == value for run in known)}
 
 
 def evaluation_steps(view: StudyView) -> list[int]:
@@ -372,6 +397,9 @@ def limitations(view: StudyView, arms: Sequence[Facts]) -> Iterator[str]:
     )
     if any(found.estimate is not None and found.seeds < MANY_SEEDS for found in view.findings.values()):
         yield "With so few seeds the intervals assume about normal scores, which the data cannot show."
+    lengths = [len(curve) for arm in study.arms for curve in view.curves(arm.name)]
+    if lengths and max(lengths) == 2:
+        yield "Runs were evaluated at step 0 and at their end only, so nothing shows whether they had converged."
     yield from tuning_limits(view)
     for hypothesis in study.hypotheses:
         of_claim = {name: spreads[name] for name in hypothesis.contrast}
@@ -396,7 +424,7 @@ def limitations(view: StudyView, arms: Sequence[Facts]) -> Iterator[str]:
         if one["unseen"] is not None:
             yield (
                 f"None of {one['scored']} confirming runs of “{one['name']}” diverged. Up to "
-                f"{FILTERS['share'](one['unseen'])} of its seeds may fail nevertheless."
+                f"{FILTERS['share'](one['unseen'])} of its seeds may fail nevertheless (at 95 %)."
             )
     yield from machine_limits(view)
     if not study.evaluator:
@@ -461,13 +489,14 @@ def spread_limits(spreads: Mapping[str, float], sesoi: float) -> Iterator[str]:
     if spreads[narrow] > 0 and spreads[wide] / spreads[narrow] >= UNEQUAL:
         yield (
             f"Scores of “{wide}” spread {spreads[wide] / spreads[narrow]:.1f} times as far as those of “{narrow}”, so "
-            "the chance of a wrong verdict is above the declared one."
+            "the chance of a wrong verdict may be above the declared one."
         )
     between = math.hypot(*spreads.values()) / math.sqrt(2)
     if sesoi < FIFTH * between:
         yield (
             f"The smallest effect of interest is {sesoi / between:.1%} of the spread between seeds of "
-            f"“{arm}” and “{against}”, less than {FIFTH:.0%}: the chance of a wrong verdict is above the declared one."
+            f"“{arm}” and “{against}”, less than {FIFTH:.0%}: the chance of a wrong verdict may be above the declared "
+            "one."
         )
 
 

@@ -61,10 +61,10 @@ RUNS = Budget(runs=60.0)
             "Temperature 1.3 scores higher than temperature 1: yes, +0.2",
             "all claims are decided",
         ),
-        ("Does an entropy bonus help?", "no difference within ± 0.05", "all claims are decided"),
+        ("Does an entropy bonus help?", "no difference of 0.05 or more", "all claims are decided"),
         (
             "Does the best temperature depend on the group size?",
-            "depends on job.group_size: no difference within ± 0.05",
+            "depends on job.group_size: no difference of 0.05 or more",
             "all claims are decided",
         ),
     ],
@@ -112,7 +112,7 @@ def test_each_arm_tunes_what_it_does_not_set(tmp_path: Path) -> None:
         "recipe grpo": 0.001,
         "recipe rloo": 0.1,
     }
-    assert "no difference within" in gather(view)["answer"][0]
+    assert "no difference of" in gather(view)["answer"][0]
 
 
 class Talkative(FormulaRunner):

@@ -198,8 +198,12 @@ def study(fixed: JournalEntry, learned: JournalEntry | None, view: StudyView, no
     of_change = [e for e in notebook.of("hypothesis") if e.content["commit"] == fixed.content["commit"]]
     change, found = of_change[0].content, learned.content if learned else {}
     apart = next((e.content for e in notebook.of("parts") if e.number in fixed.because), None)
+    facts = report.gather(view)
+    if apart is None:  # The claim of a change repeats what its proposer predicts, which may be more than was compared.
+        for each in facts["findings"]:
+            each["claim"] = f"{fixed.content['name']}: a higher score than the base"
     return {
-        **report.gather(view),
+        **facts,
         "name": fixed.content["name"] if apart is None else f"the parts of {fixed.content['name']}",
         "commit": fixed.content["commit"],
         "is_whole": apart is None,
