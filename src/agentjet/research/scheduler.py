@@ -400,7 +400,7 @@ def finding(
         spread=study.spread,
     )
     if reading.verdict == "inconclusive":
-        reason = reason or "undecided at the last look"
+        reason = reason or f"undecided at {'the last look' if look >= study.looks[-1] else 'this look'}"
         reason += remarks(reading, untested=untested)
     else:
         reason = f"look at {look} seeds" + ("" if hypothesis.confirmatory else ", exploratory")
