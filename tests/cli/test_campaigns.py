@@ -69,6 +69,11 @@ def research(*arguments: object) -> str:
             "no recipe 'nope'",
         ),
         (["--topic", "Longer training?", "--budget", "10runs"], "4 arms with 4 to 12 seeds need"),
+        (
+            ["--topic", "Learning rate?", "--tune", "job.optimizer.lr=1", "--tune", "job.optimizer.lr=2"],
+            "arms differ in it",
+        ),
+        (["--topic", "Is rloo better?", "--tune", "job.optimizer.lr=0.1"], "give two values or more to choose from"),
         (["--sesoi", "0"], "sesoi = 0.0: give a share of the judge's scale, between 0 and 1"),
         (["--subject", "none.toml"], "--subject none.toml: No such file or directory: give a subject.toml"),
     ],

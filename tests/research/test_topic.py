@@ -140,6 +140,33 @@ def test_a_number_is_a_level_or_named(
     assert question.unread == unread
 
 
+OWN = {
+    LR: 0.01,
+    "job.max_tokens": 12,
+    "job.recipe.name": "rloo",
+    "job.recipe.kl_coef": 0.02,
+    "job.optimizer.total_steps": 20,
+}
+
+
+@pytest.mark.parametrize(
+    ("topic", "levels"),
+    [
+        ("Does a learning rate of 0.02 help?", (0.01, 0.02)),
+        ("Learning rate 0.01", (0.01, 0.003, 0.03)),
+        ("Do longer answers help?", (12, 3, 48)),
+        ("Group size?", (8, 4, 16)),
+        ("Does the KL penalty matter?", (0.02, 0.0, 0.01)),
+        ("How does the score scale with the steps?", (20, 10, 40, 80)),
+        ("Is dapo better?", ("rloo", "dapo")),
+        ("GRPO against GSPO", ("grpo", "gspo")),
+        ("Is a learning rate of 1e-5 better than 1e-4?", (1e-5, 1e-4)),
+    ],
+)
+def test_usual_levels_are_around_the_value_of_the_subject(topic: str, levels: tuple[Value, ...]) -> None:
+    assert read_topic(topic, OWN).varied[0].levels == levels
+
+
 def test_the_reading_of_an_interaction_says_that_ends_are_compared() -> None:
     reading = read_topic("Group sizes 2, 4 and 16 × learning rates 1e-6, 1e-5").reading()
     assert "job.group_size (2 and 16, the ends of 2, 4, 16) × job.optimizer.lr (1e-06, 1e-05);" in reading

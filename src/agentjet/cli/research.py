@@ -501,7 +501,7 @@ def start(
     """
     from agentjet.config.loader import check_model_name
     from agentjet.research.campaign.asked import knobs_of, planned
-    from agentjet.research.campaign.planner import PlanView, question_of
+    from agentjet.research.campaign.planner import GRAMMAR, PlanView, question_of
     from agentjet.research.campaign.runs import Budget, Question
     from agentjet.research.campaign.subject_repo import SubjectRepo, read_subject, remove_parts
     from agentjet.research.journal import StudyFolder
@@ -529,7 +529,11 @@ def start(
     remove_parts(out)  # of a start that was killed, or whose plan was not run
     repo = SubjectRepo.create(out, subject, unsafe=unsafe)
     question = replace(question, **repo.rules)
+    if asked:
+        typer.echo("asking for a plan, which may take minutes")
     asked_for = question_of(topic, asked, PlanView.of(repo))
+    if yes and asked and asked_for.planner.startswith(GRAMMAR):
+        raise ConfigError(f"the plan is not a model's but by {asked_for.planner}: see it without --yes")
     if asked_for.form == "diagnose" and (named := [*levels, *tuned]):
         raise ConfigError(f"{named[0]}: the question is about causes, not about levels: omit --level and --tune")
     if asked_for.form == "diagnose":

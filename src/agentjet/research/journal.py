@@ -25,7 +25,7 @@ from typing import Any, Literal, Self
 
 from agentjet import database
 from agentjet.errors import ConfigError
-from agentjet.research.models import LONGEST_NOTE, Diagnosis, Outcome, Record, Study, Trial, canonical, refuse
+from agentjet.research.models import LONGEST_NOTE, VETOED, Diagnosis, Outcome, Record, Study, Trial, canonical, refuse
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS entries (
@@ -537,7 +537,7 @@ def described(entry: JournalEntry) -> tuple[str, str] | None:
         case "note":
             return "note by people", content["text"]
         case "veto":
-            return "vetoed by people", content["text"]
+            return VETOED, content["text"]
         case "budget" | "reopen":
             added = ", ".join(f"{content[unit]:g} more {unit}" for unit in ("runs", "hours") if content[unit])
             return "reopened" if entry.kind == "reopen" else "added to the budget", added or "with the budget as it was"

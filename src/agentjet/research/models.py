@@ -713,5 +713,9 @@ class Address(Record):
     token: str
 
 
+VETOED = "vetoed by people"
+"""Beginning of the reason of a claim that people did not want to be tested."""
+
+
 class Refused(AgentJetError):
     """A proposal was refused. The message states the reason for the proposer."""

@@ -26,6 +26,7 @@ from agentjet.config.loader import check_model_name, parse_value
 from agentjet.errors import ConfigError, did_you_mean
 from agentjet.recipes import registry
 from agentjet.research.models import (
+    VETOED,
     Equal,
     Finding,
     Hypothesis,
@@ -203,6 +204,16 @@ def shown_level(level: Value) -> str:
     if isinstance(level, bool):
         return "on" if level else "off"
     return f"{level:g}" if isinstance(level, float) else shown_model(str(level))
+
+
+def value_in(settings: Setting, name: str) -> Value | None:
+    """Returns the value of a setting, or of `steps`, with these settings of a subject; None for another factor."""
+    if name == "steps":
+        return settings.get("job.optimizer.total_steps")
+    found: Any = parse_config({key: value for key, value in settings.items() if key != "model.name"})
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found if isinstance(found, bool | int | float | str) and name.startswith(("job.", "model.")) else None
 
 
 # ---- the check of a question -----------------------------------------------------------------------------------------
@@ -577,7 +588,8 @@ KEPT = ("supported", "practically_equivalent")
 
 def _sentence(study: Study, claim: Hypothesis, found: Finding) -> str:
     matters, text = claim.sesoi or study.sesoi, claim.claim[0].upper() + claim.claim[1:]
-    if found.estimate is None or found.low is None or found.high is None:
+    vetoed = found.reason.startswith(VETOED)
+    if vetoed or found.estimate is None or found.low is None or found.high is None:
         return f"{text}: not decided, because {found.reason}."
     size = f"{found.estimate:+.3g} ({found.low:+.3g} to {found.high:+.3g})"
     if claim.metric != "score":

@@ -37,6 +37,7 @@ from agentjet.research.journal import JournalEntry, StudyFolder, StudyLog, write
 from agentjet.research.models import (
     EXPECTED,
     TIMES,
+    VETOED,
     Arm,
     Finding,
     Hypothesis,
@@ -312,7 +313,7 @@ def arm_facts(arm: Arm, view: StudyView) -> Facts:
     subject = view.study.subject
     return {
         "name": arm.name,
-        "changes": setting_text(arm.changes),
+        "changes": "other files" if arm.code and not arm.changes else setting_text(arm.changes),
         "knobs": "; ".join(f"{knob.name} over {', '.join(map(written, knob.values))}" for knob in arm.nuisance),
         "agent": subject.agent_of(arm.name) if subject else arm.code[:12],
         "setting": setting_text(view.chosen[arm.name], arm.code[:12]) if arm.name in view.chosen else "",
@@ -367,6 +368,9 @@ def diagnosis_facts(view: StudyView) -> list[Facts]:
 
 def deviations(view: StudyView, arms: Sequence[Facts]) -> Iterator[str]:
     """Where the study was not conducted as declared."""
+    for claim in view.study.hypotheses:
+        if (found := view.findings.get(claim.id)) and found.reason.startswith(VETOED):
+            yield f"People vetoed an arm of “{claim.claim}”: it was not tested on."
     kept = view.log.decisions.get("rungs")
     for rung in [rung for rung in view.study.rungs if isinstance(kept, list) and rung not in kept]:
         yield (

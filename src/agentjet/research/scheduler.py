@@ -41,6 +41,7 @@ from agentjet.research.diagnosis import (
 )
 from agentjet.research.journal import StudyLog
 from agentjet.research.models import (
+    VETOED,
     Arm,
     Finding,
     Hypothesis,
@@ -283,7 +284,7 @@ def confirm(study: Study, settings: Mapping[str, Setting], launcher: TrialLaunch
         tuned = hypothesis.contrast.keys() <= settings.keys()
         reason = why if tuned else "the budget was too small to tune all its arms"
         if hypothesis.contrast.keys() & vetoed:
-            reason = "vetoed by people"
+            reason = VETOED
         findings[hypothesis.id] = finding(study, evidence, hypothesis, findings, reason)
     record(study, findings, launcher)
     return [findings[hypothesis.id] for hypothesis in study.hypotheses]

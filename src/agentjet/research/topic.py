@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from agentjet.errors import ConfigError
 from agentjet.recipes import registry
-from agentjet.research.models import Equal, Metric, Value, refuse
+from agentjet.research.models import Equal, Metric, Setting, Value, refuse
 from agentjet.research.question import (
     EMPTY,
     MOST_ARMS,
@@ -29,6 +29,7 @@ from agentjet.research.question import (
     factors,
     order_of,
     shown_level,
+    value_in,
 )
 
 EQUAL: Mapping[str, Equal] = {
@@ -61,8 +62,10 @@ class Read(NamedTuple):
     """True if it names a time of the question, such as "after RL"."""
 
 
-def read_topic(topic: str) -> StudyQuestion:
-    """Reads a topic. Raises `ConfigError` for one that no study can answer, or that was not understood."""
+def read_topic(topic: str, settings: Setting | None = None) -> StudyQuestion:
+    """Reads a topic. `settings` are those of the subject, with whose own values others are compared. Raises
+    `ConfigError` for one that no study can answer, or that was not understood.
+    """
     words = _words(check_length(topic))
     refuse(not words, EMPTY)
     letters = [character for character in topic if character.isalpha()]
@@ -105,10 +108,10 @@ def read_topic(topic: str) -> StudyQuestion:
     numbers, left_out = _numbers(words, known, used) if form != "diagnose" else ([], [])
     metrics = _metrics(" ".join(word for at, word in enumerate(words) if at not in used), form, known)
     if form != "diagnose":
-        form = _form(form, _varied(known, numbers, form), len(numbers), text)
+        form = _form(form, _varied(known, numbers, form, settings), len(numbers), text)
     if len(metrics) > 1 and form not in ("diagnose", "interaction"):
         form = "trade_off"
-    varied = _varied(known, numbers, form)
+    varied = _varied(known, numbers, form, settings)
     metrics = metrics if form == "trade_off" else metrics[-1:]
     needs = {one.factor.name: one.factor.needs for one in known if one.factor.needs}
     named = tuple(dict.fromkeys((*unread, *left_out)))
@@ -294,7 +297,9 @@ def _rows(words: Sequence[str]) -> Iterator[list[tuple[int, int | float]]]:
         yield row
 
 
-def _varied(known: Sequence[Read], numbers: Sequence[tuple[str, int | float]], form: Form) -> tuple[Varied, ...]:
+def _varied(
+    known: Sequence[Read], numbers: Sequence[tuple[str, int | float]], form: Form, settings: Setting | None
+) -> tuple[Varied, ...]:
     """Returns the factors with the levels that the topic names, or their usual ones."""
     names = dict.fromkeys(one.factor.name for one in known if one.factor.name not in ("teacher", "own_recipe"))
     levels: dict[str, list[Value]] = {name: [] for name in names}
@@ -307,15 +312,32 @@ def _varied(known: Sequence[Read], numbers: Sequence[tuple[str, int | float]], f
         elif len(levels[name]) == 1:
             raise ConfigError(f"{name} = {shown_level(number)} is named twice: name two different levels, or one")
     if any(one.factor.name == "own_recipe" for one in known):
-        levels.setdefault("job.recipe", [registry.DEFAULT])
-    elif (recipes := levels.get("job.recipe")) is not None and (len(recipes) < 2 or registry.DEFAULT in recipes):
-        recipes[:] = [registry.DEFAULT, *(name for name in recipes if name != registry.DEFAULT)]
-    return tuple(Varied(factor=name, levels=_compared(factors()[name], own, form)) for name, own in levels.items())
+        levels.setdefault("job.recipe", [])
+    base = str((settings or {}).get("job.recipe.name", registry.DEFAULT))
+    if (recipes := levels.get("job.recipe")) is not None and (len(recipes) < 2 or base in recipes):
+        recipes[:] = [base, *(name for name in recipes if name != base)]
+        recipes += [registry.DEFAULT] if recipes == [base] != [registry.DEFAULT] else []
+    return tuple(
+        Varied(factor=name, levels=_compared(factors()[name], own, form, settings)) for name, own in levels.items()
+    )
 
 
-def _compared(factor: Factor, own: list[Value], form: Form) -> tuple[Value, ...]:
+def _usual(factor: Factor, settings: Setting | None) -> tuple[Value, ...]:
+    """Returns the usual levels of a factor around the subject's own value, in the same proportions."""
+    usual, own = factor.levels, None if settings is None else value_in(settings, factor.name)
+    if own is None or not usual or own == usual[0]:
+        return usual
+    numbers = [level for level in (own, *usual) if isinstance(level, int | float) and not isinstance(level, bool)]
+    if len(numbers) <= len(usual) or not usual[0] or not own:
+        return (own, *(level for level in usual if level != own))
+    kind, first = type(usual[0]), numbers[1]
+    scaled = [float(f"{numbers[0] * level / first:.3g}") for level in numbers[1:]]
+    return tuple(dict.fromkeys(int(level) if kind is int else level for level in scaled if level >= 1 or kind is float))
+
+
+def _compared(factor: Factor, own: list[Value], form: Form, settings: Setting | None) -> tuple[Value, ...]:
     """Returns the named levels if there are several, in their order, else the usual ones."""
-    usual = factor.levels
+    usual = _usual(factor, settings)
     if form == "interaction" and all(isinstance(level, int | float) for level in usual):
         usual = tuple(sorted(usual, key=order_of))
     if factor.name == "job.recipe":

@@ -75,6 +75,9 @@ def test_a_topic_is_answered(tmp_path: Path, topic: str, said: str, decided: str
     assert [entry.kind for entry in entries] == ["started", "intent", "observed", "study", "learned", "ended"]
     assert said in entries[4].content["meaning"]
     facts = gather(StudyView(read_log(tmp_path / "study.sqlite")))
+    plan = plan_of(topic, HEALTHY, Budget(runs=100.0))[1]["study"]
+    assert Study.from_json(plan).id == Study.from_json(entries[3].content["study"]).id, "the plan that was shown"
+    assert Study.from_json(plan).id in (tmp_path / "plan.md").read_text(encoding="utf-8")
     assert " ".join(facts["answer"]) == entries[4].content["meaning"] and facts["stage"] == "finished"
     assert facts["ledger"]["total"] + 1 == pytest.approx(done["spent"]["runs"])
 

@@ -30,8 +30,9 @@ from agentjet.research.campaign.proposers import TASK, CodingAgent, LanguageMode
 from agentjet.research.campaign.report import build
 from agentjet.research.campaign.runs import Budget, Question
 from agentjet.research.campaign.strategist import Intervention, Strategist, View
-from agentjet.research.journal import HUMAN, INBOX, NOTEBOOK, HumanMessage, Inbox, JournalEntry, Notebook
+from agentjet.research.journal import HUMAN, INBOX, NOTEBOOK, HumanMessage, Inbox, JournalEntry, Notebook, read_log
 from agentjet.research.models import Outcome, Trial
+from agentjet.research.report import StudyView, gather
 from agentjet.research.scheduler import added_cost
 from agentjet.research.swarm_runner import RunningTrial, ServerUnavailable
 from agentjet.research.topic import read_topic
@@ -241,6 +242,9 @@ def test_a_veto_of_an_arm_of_a_topic(tmp_path: Path) -> None:
         (tmp_path / "source.json").write_text("{}")
         notebook.check(HumanMessage("reopen"))
         LivePage(notebook, list).write()
+    facts = gather(StudyView(read_log(tmp_path / "study.sqlite")))
+    assert any("not decided, because vetoed by people" in sentence for sentence in facts["answer"])
+    assert any(sentence.startswith("People vetoed an arm of") for sentence in facts["deviations"])
     assert f"vetoed by people: {arms[-1]}" in (tmp_path / PAGE).read_text(encoding="utf-8")
 
 

@@ -44,6 +44,12 @@ def planned(
             agents[name] = arm.keys.get("agent", f"{first.agent} of {code[:8]}")
         tuned = tuple(knob for knob in knobs if knob.name not in arm.changes)
         made.append(Arm(name, dict(arm.changes), tuned, code))
+    for knob in knobs:
+        refuse(len(knob.values) < 2, f"--tune {knob.name}={knob.values[0]:g}: give two values or more to choose from")
+        refuse(
+            all(knob.name in arm.changes for arm in made),
+            f"--tune {knob.name}: the arms differ in it, so none can tune it: give its values by --level",
+        )
     check_arms(made, {"job.optimizer.total_steps": first.steps, **first.settings})
     study = Study(
         asked.topic,
@@ -68,7 +74,8 @@ def planned(
         f"seeds need {before + cost.least:.0f} to {before + cost.most:.0f} full runs: give more, or fewer levels "
         "(--level)",
     )
-    content = replace(study, budget=cost.most).to_json()
+    runs = cost.most if question.budget.runs is None else min(cost.most, question.budget.runs - before)
+    content = replace(study, budget=round(runs, 6)).to_json()
     return {"study": content, "commits": commits, "asked": asked.model_dump(mode="json")}
 
 

@@ -65,7 +65,7 @@ from agentjet.research.models import (
     shortened,
 )
 from agentjet.research.question import answer
-from agentjet.research.report import StudyView
+from agentjet.research.report import StudyView, plan_page
 from agentjet.research.scheduler import DIRECTIONAL, TrialLauncher, TrialRunner, conduct, estimate_cost
 from agentjet.research.statistics import variance
 
@@ -229,7 +229,8 @@ class Campaign:
         plan = json.dumps(content["study"], indent=2, ensure_ascii=False)
         folder = self.notebook.path / (f"study-{number}" if number > 1 else "")
         folder.mkdir(exist_ok=True)
-        self.runs.patiently(partial(write_whole, folder / "study.json", f"{plan}\n"))
+        for name, text in (("study.json", f"{plan}\n"), ("plan.md", plan_page(study))):
+            self.runs.patiently(partial(write_whole, folder / name, text))
         entry = self.runs.note("study", content, f"study {study.id}", [first.entry])
 
         def learn() -> dict[str, Any]:

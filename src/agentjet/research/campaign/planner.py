@@ -28,6 +28,7 @@ from agentjet.research.models import Subject, Value, mistake, refuse, shortened,
 from agentjet.research.question import KEY_OF, WORDS_OF_FORMS, StudyQuestion, check_length, checked, factors
 from agentjet.research.topic import read_topic
 
+GRAMMAR = "the offline grammar"
 PLANNED = ("form", "varied", "metrics", "equal", "needs", "patches", "expects", "refutes", "cites")
 """Fields of a question that a planner gives."""
 REQUIRED = ("form", "varied", "metrics", "expects", "refutes")
@@ -131,10 +132,10 @@ def question_of(topic: str, proposers: Sequence[Proposer], view: PlanView | None
             break
     if question is None:
         try:
-            question = checked(read_topic(topic), view.settings)
+            question = checked(read_topic(topic, view.settings), view.settings)
         except ConfigError as error:
             raise ConfigError(f"{error}{away}") from None
-    by = question.planner or ("the offline grammar" if away else "")
+    by = question.planner or (GRAMMAR if away else "")
     return question.model_copy(update={"planner": f"{by}{away}", "used": dict(used)})
 
 

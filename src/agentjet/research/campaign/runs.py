@@ -249,7 +249,9 @@ class CampaignRuns:
         """
         if self._first is None:
             refuse(
-                is_new, f"the first run was lost {MAX_ATTEMPTS} times: {lost.note}. Mend that and resume the campaign"
+                is_new,
+                f"the first run was lost {MAX_ATTEMPTS} times: {lost.note}. Mend that and resume the campaign; if the "
+                "cause is in the subject's files, start with another --out, because the campaign has its copy",
             )
             return True
         self.probes += 1
