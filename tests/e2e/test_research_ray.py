@@ -80,7 +80,7 @@ def test_machines_that_die_cost_time_only(subject: Subject, cluster: LocalCluste
     assert len(log.trials) == 8 and set(log.attempts.values()) == {1}, second.log
     outcomes = [outcome for [outcome] in log.outcomes.values()]
     assert {outcome.end for outcome in outcomes} == {"completed"}, second.log
-    assert all(len(outcome.curve) == STEPS + 1 and " cores of " in outcome.machine for outcome in outcomes)
+    assert all(len(outcome.curve) == STEPS + 1 and " cores of " in outcome.machine["hardware"] for outcome in outcomes)
     assert StudyView(log).spending.total == 8.0
     assert servers_of(folder) == []
 

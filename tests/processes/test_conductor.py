@@ -63,7 +63,7 @@ class Sleeper(psutil.Process):
 async def started(launcher: RayPlacement, name: str, folder: Path, gpus: int = 0) -> Sleeper:
     """Start a sleeper."""
     log = folder / f"{name}.log"
-    ray_process = await launcher.start(Launch(name, SLEEPER, log, {"COLOUR": "green"}, gpus))
+    ray_process = await launcher.start(Launch(name, SLEEPER, log, {"COLOUR": "green"}, gpus, group="sleepers"))
     async with asyncio.timeout(60):
         while not (words := log.read_text().split()):
             await asyncio.sleep(0.05)
