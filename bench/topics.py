@@ -34,8 +34,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from agentjet.errors import ConfigError
-from agentjet.research.campaign.asked import planned
-from agentjet.research.campaign.planner import question_of
+from agentjet.research.campaign.planner import plan_study, question_of
 from agentjet.research.campaign.proposers import LanguageModel, LlmEndpoint
 from agentjet.research.campaign.runs import Budget, Question
 from agentjet.research.journal import StudyLog
@@ -214,7 +213,7 @@ class Described:
 def study_of(topic: str, levels: Mapping[str, Sequence[Value]] = MappingProxyType({}), seed: int = 0) -> Study:
     question = Question(topic, Budget(runs=500.0), seed, sesoi=0.02)
     asked = read_topic(topic)
-    return Study.from_json(planned(replace(question, equal=asked.equal), asked, levels, Described())["study"])
+    return Study.from_json(plan_study(replace(question, equal=asked.equal), asked, levels, Described())["study"])
 
 
 def truth(study: Study, claim: Hypothesis, score: Callable[[Setting], float], spread: float) -> tuple[Verdict, bool]:

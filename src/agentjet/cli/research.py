@@ -500,8 +500,7 @@ def start(
     notebook. At the end the report is in the folder.
     """
     from agentjet.config.loader import check_model_name
-    from agentjet.research.campaign.asked import knobs_of, planned
-    from agentjet.research.campaign.planner import GRAMMAR, PlanView, question_of
+    from agentjet.research.campaign.planner import GRAMMAR, PlanView, knobs_of, plan_study, question_of
     from agentjet.research.campaign.runs import Budget, Question
     from agentjet.research.campaign.subject_repo import SubjectRepo, read_subject, remove_parts
     from agentjet.research.journal import StudyFolder
@@ -542,7 +541,7 @@ def start(
     if asked_for.equal == "episodes":  # The usual amount: that of the subject is the more special one.
         asked_for = asked_for.model_copy(update={"equal": question.equal})
     question = replace(question, equal=asked_for.equal)
-    plan = planned(question, asked_for, levels, repo, knobs_of(tuned))
+    plan = plan_study(question, asked_for, levels, repo, knobs_of(tuned))
     study = Study.from_json(plan["study"])
     if servers.server:
         check_arms(study)

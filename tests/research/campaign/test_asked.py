@@ -13,8 +13,8 @@ from typing import Any, cast
 import pytest
 
 from agentjet.errors import ConfigError
-from agentjet.research.campaign.asked import knobs_of, planned
 from agentjet.research.campaign.campaign import Campaign
+from agentjet.research.campaign.planner import knobs_of, plan_study
 from agentjet.research.campaign.runs import Budget, Question
 from agentjet.research.campaign.strategist import Strategist
 from agentjet.research.campaign.subject_repo import SubjectRepo
@@ -36,7 +36,7 @@ def hotter(settings: Mapping[str, Any]) -> dict[str, float]:
 def plan_of(topic: str, commits: Commits, budget: Budget, equal: Equal = "episodes", *levels: str) -> Any:
     question = Question(topic, budget, equal=equal)
     asked = read_topic(topic)
-    return question, planned(question, asked, given_levels(levels), cast(SubjectRepo, commits))
+    return question, plan_study(question, asked, given_levels(levels), cast(SubjectRepo, commits))
 
 
 def campaign(
@@ -106,7 +106,7 @@ def test_each_arm_tunes_what_it_does_not_set(tmp_path: Path) -> None:
 
     question = Question("Is rloo better?", Budget(runs=60.0))
     knobs = knobs_of(given_levels(["job.optimizer.lr=0.001", "job.optimizer.lr=0.1"], "--tune"))
-    plan = planned(question, read_topic(question.topic), {}, cast(SubjectRepo, HEALTHY), knobs)
+    plan = plan_study(question, read_topic(question.topic), {}, cast(SubjectRepo, HEALTHY), knobs)
     with Notebook(tmp_path, now=lambda: 0.0) as notebook:
         runner = FormulaRunner(HEALTHY, score)
         Campaign(question, notebook, cast(Any, HEALTHY), runner, [Strategist()], FakeClock(), planned=plan).run()

@@ -23,9 +23,9 @@ import pytest
 
 from agentjet.errors import ConfigError
 from agentjet.research.campaign import campaign as deciding
-from agentjet.research.campaign.asked import planned
 from agentjet.research.campaign.campaign import Campaign, rules
 from agentjet.research.campaign.live import PAGE, LivePage, standing
+from agentjet.research.campaign.planner import plan_study
 from agentjet.research.campaign.proposers import TASK, CodingAgent, LanguageModel, LlmToolCall, Reply
 from agentjet.research.campaign.report import build
 from agentjet.research.campaign.runs import Budget, Question
@@ -227,7 +227,7 @@ def test_a_veto_of_what_is_studied(runs: int, tmp_path: Path) -> None:
 def test_a_veto_of_an_arm_of_a_topic(tmp_path: Path) -> None:
     """Its claims stay open, and the others are decided."""
     question = Question("Compare temperatures 0.8, 1 and 1.3", Budget(runs=100.0))
-    plan = planned(question, read_topic(question.topic), {}, cast(Any, Commits()))
+    plan = plan_study(question, read_topic(question.topic), {}, cast(Any, Commits()))
     arms = [arm["name"] for arm in plan["study"]["arms"]]
     Inbox(tmp_path).put(HumanMessage("veto", arms[-1]))
     with Notebook(tmp_path, now=lambda: 0.0) as notebook:

@@ -1,6 +1,6 @@
 """`Campaign`: observe, propose, screen, confirm, learn and follow up, until the budget or the ideas are spent.
 
-If its topic was planned as a study (`campaign.asked`), it observes the subject once, conducts that study, and ends.
+If its topic was planned as a study (`campaign.planner`), it observes the subject once, conducts that study, and ends.
 
 Every decision is a function of the notebook: a resumed campaign runs again over its entries, and makes only what they
 lack.
@@ -151,13 +151,12 @@ class Campaign:
     ) -> None:
         """`runner` gets trials whose arms are commits. `tell` gets a line for each wait for a server or a disk.
         `limits` are sentences about what this machine cannot guarantee. `planned` is the study of the topic: see
-        `asked.planned`; the notebook of a begun campaign has it.
+        `planner.plan_study`; the notebook of a begun campaign has it.
         """
         self._planned = planned
         self.question, self.notebook, self.repo = question, notebook, repo
         self.proposers, self.limits = proposers, limits
-        self.runs = CampaignRuns(question, notebook, runner, clock, tell)
-        self.runs.ending = self._ending
+        self.runs = CampaignRuns(question, notebook, runner, clock, tell, self._ending)
         self.position: Position | None = None
         self.tried: dict[str, set[str]] = {}
         """By commit, names of the interventions that were tried on it."""

@@ -1,5 +1,7 @@
 """`question_of`: a language model or a coding agent plans the study of a topic, else the offline grammar reads it.
 
+`plan_study` makes the study of a question in a campaign: its arms are commits of the subject, and settings.
+
 A planner gets the registry of factors, the forms, the subject's files, earlier findings and papers. Its plan is a
 `StudyQuestion`, which the check of the grammar's questions checks, too. An invalid plan is answered with the reason. A
 planner may refuse a topic that no experiment can answer.
@@ -11,7 +13,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from typing import Any
 
@@ -22,10 +24,35 @@ from agentjet.config import parse_config
 from agentjet.errors import ConfigError
 from agentjet.recipes import registry
 from agentjet.research.campaign.proposers import REPAIRS, CodingAgent, LanguageModel, ModelTools, Tool, texts_of
+from agentjet.research.campaign.runs import SHORT, Question
 from agentjet.research.campaign.strategist import Intervention, Proposer, ProposerAway
 from agentjet.research.campaign.subject_repo import SUBJECT, SubjectRepo, parse_subject
-from agentjet.research.models import Subject, Value, mistake, refuse, shortened, unknown_key
-from agentjet.research.question import KEY_OF, WORDS_OF_FORMS, StudyQuestion, check_length, checked, factors
+from agentjet.research.models import (
+    MEASURED,
+    Arm,
+    Knob,
+    Refused,
+    Study,
+    Subject,
+    Value,
+    mistake,
+    refuse,
+    shortened,
+    shown_model,
+    unknown_key,
+)
+from agentjet.research.plan import check_arms
+from agentjet.research.question import (
+    KEY_OF,
+    METRICS_IN_WORDS,
+    WORDS_OF_FORMS,
+    StudyQuestion,
+    arms_of,
+    check_length,
+    checked,
+    factors,
+)
+from agentjet.research.scheduler import estimate_cost
 from agentjet.research.topic import read_topic
 
 GRAMMAR = "the offline grammar"
@@ -139,7 +166,9 @@ def question_of(topic: str, proposers: Sequence[Proposer], view: PlanView | None
     return question.model_copy(update={"planner": f"{by}{away}", "used": dict(used)})
 
 
-def planned(answer: Mapping[str, Any], topic: str, view: PlanView, papers: Mapping[str, str], by: str) -> StudyQuestion:
+def question_in(
+    answer: Mapping[str, Any], topic: str, view: PlanView, papers: Mapping[str, str], by: str
+) -> StudyQuestion:
     """Returns the question that a planner answered. Raises an error with the reason why it is invalid."""
     for key in answer.keys() - {*PLANNED}:
         raise ConfigError(unknown_key(key, key, PLANNED))
@@ -184,7 +213,7 @@ class PlanTools(ModelTools):
         """Plans the study. `varied` are the factors with the levels to compare; `needs` are factors, each with a word
         why the person must give it; `patches` are unified diffs of the subject's files, with a/ and b/ prefixes.
         """
-        self.proposals.append(planned(fields, self.topic, self.view, self.texts["papers"], self.by))
+        self.proposals.append(question_in(fields, self.topic, self.view, self.texts["papers"], self.by))
         return "planned"
 
     def refuse(self, reason: str) -> str:
@@ -212,7 +241,7 @@ def plan_by(agent: CodingAgent, topic: str, view: PlanView) -> StudyQuestion:
         try:
             if "refuse" in answer:
                 break
-            return planned(answer, topic, view, {}, "a coding agent")
+            return question_in(answer, topic, view, {}, "a coding agent")
         except Exception as error:  # the boundary: an agent may write anything
             reason = f"Your last question.json was invalid: {shortened(str(error))}\n"
     return _plan_of(reason, str(answer.get("refuse", "")), topic, "a coding agent")
@@ -224,3 +253,78 @@ def _plan_of(plan: StudyQuestion | str, refusal: str, topic: str, by: str) -> St
     if isinstance(plan, str):
         raise ProposerAway(plan)
     return plan
+
+
+# ---- the study of a question in a campaign ---------------------------------------------------------------------------
+
+
+def plan_study(
+    question: Question,
+    asked: StudyQuestion,
+    levels: Mapping[str, Sequence[Value]],
+    repo: SubjectRepo,
+    knobs: Sequence[Knob] = (),
+) -> dict[str, Any]:
+    """Returns the study as JSON, the commits of its arms, and what was asked. Every arm that does not set a knob tunes
+    it. Raises `ConfigError` for arms that cannot be compared, and for a budget that cannot pay for them.
+    """
+    first = repo.described(repo.first)
+    arms, claims = arms_of(asked, levels, first, repo.num_tasks)
+    commits: dict[str, str] = {}
+    made, agents = [], {}
+    for name, arm in arms.items():
+        commits[name] = repo.first
+        if arm.patch or arm.keys:
+            try:
+                commits[name] = repo.arm(repo.first, name, arm.patch, keys=arm.keys)
+            except Refused as error:
+                raise ConfigError(f"arm {name!r}: {error}") from None
+        code = commits[name] if commits[name] != repo.first else ""
+        if code:
+            agents[name] = arm.keys.get("agent", f"{first.agent} of {code[:8]}")
+        tuned = tuple(knob for knob in knobs if knob.name not in arm.changes)
+        made.append(Arm(name, dict(arm.changes), tuned, code))
+    for knob in knobs:
+        refuse(len(knob.values) < 2, f"--tune {knob.name}={knob.values[0]:g}: give two values or more to choose from")
+        refuse(
+            all(knob.name in arm.changes for arm in made),
+            f"--tune {knob.name}: the arms differ in it, so none can tune it: give its values by --level",
+        )
+    check_arms(made, {"job.optimizer.total_steps": first.steps, **first.settings})
+    study = Study(
+        asked.topic,
+        question.metric if asked.metrics[0] == "score" else METRICS_IN_WORDS[asked.metrics[0]],
+        question.sesoi,
+        tuple(made),
+        claims,
+        budget=1.0,
+        reserve=Study.reserve if knobs else 0.0,
+        looks=question.looks,
+        alpha=question.alpha_of(1),
+        evaluator=question.evaluator,
+        seed=question.seed,
+        subject=replace(first, model=shown_model(first.model), agents=agents, code=question.evaluator),
+        form=asked.form,
+        reading=asked.reading(levels),
+    )
+    cost, before = estimate_cost(study), 1 + (SHORT * len(made) if question.equal in MEASURED else 0)
+    refuse(
+        question.budget.runs is not None and question.budget.runs < before + cost.least,
+        f"budget = {question.budget.runs} runs: {len(made)} arms with {question.looks[0]} to {question.looks[-1]} "
+        f"seeds need {before + cost.least:.0f} to {before + cost.most:.0f} full runs: give more, or fewer levels "
+        "(--level)",
+    )
+    runs = cost.most if question.budget.runs is None else min(cost.most, question.budget.runs - before)
+    content = replace(study, budget=round(runs, 6)).to_json()
+    return {"study": content, "commits": commits, "asked": asked.model_dump(mode="json")}
+
+
+def knobs_of(given: Mapping[str, Sequence[Value]]) -> list[Knob]:
+    """Raises `ConfigError` for a setting that cannot be tuned."""
+    for name, values in given.items():
+        wrong = [value for value in values if isinstance(value, bool) or not isinstance(value, int | float)]
+        refuse(
+            not name.startswith("job.") or bool(wrong),
+            f"--tune {name}={values[0]}: numbers of a setting of the job are tuned, such as job.optimizer.lr=1e-5",
+        )
+    return [Knob(name, tuple(sorted({float(value) for value in values}))) for name, values in given.items()]  # type: ignore[arg-type]

@@ -152,8 +152,16 @@ class RunObservation:
 
 class CampaignRuns:
     def __init__(
-        self, question: Question, notebook: Notebook, runner: TrialRunner, clock: Clock, tell: Callable[[str], None]
+        self,
+        question: Question,
+        notebook: Notebook,
+        runner: TrialRunner,
+        clock: Clock,
+        tell: Callable[[str], None],
+        ending: Callable[[str], object],
     ) -> None:
+        """`ending` gives the content of the entry `ended`."""
+        self._ending = ending
         self.question, self.budget, self.equal, self.notebook = question, question.budget, question.equal, notebook
         self.runner, self.clock, self.tell = runner, clock, tell
         self._first: Outcome | None = None
@@ -169,8 +177,6 @@ class CampaignRuns:
         self._waited = 0.0
         self._reached: dict[str, float] = {}
         self._under_way: dict[str, Trial] = {}
-        self.ending: Callable[[str], object] = lambda reason: {"reason": reason}
-        """The content of the entry `ended`."""
         self.added = 0.0
         """Added to the budget by people, in its unit."""
         self.vetoed: dict[str, int] = {}
@@ -379,7 +385,7 @@ class CampaignRuns:
         if self.take(f"{point}, before the end"):
             return False
         key = f"ended {self._endings + 1}" if self._endings else "ended"
-        ended = self.note("ended", self.ending(reason), key)
+        ended = self.note("ended", self._ending(reason), key)
         self.apply(ended)
         if not self.take(f"after {key}", kinds=("reopen",)):
             raise Ending(ended.content)
