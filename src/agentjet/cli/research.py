@@ -668,7 +668,8 @@ def conduct(
             for limit in limits:
                 typer.echo(f"note: {limit}")
             asked = question or Question.from_json(notebook.entries[0].content["question"])
-            runner.equal_machines = asked.equal == "seconds"
+            planned = notebook.entries[0].content.get("planned") if notebook.entries else None
+            runner.equal_machines = compares_seconds(asked, plan or planned)
             if ended := notebook.over():
                 tell(ended)
             else:
@@ -690,6 +691,13 @@ def conduct(
             f"{folder}: no run of the subject has a score: mend the subject, and start with another --out"
         )
     report(folder)
+
+
+def compares_seconds(question: Question, plan: Mapping[str, Any] | None) -> bool:
+    """True if the runs of a campaign must be on machines of one kind. `plan` is that of its topic."""
+    from agentjet.research.models import Study
+
+    return question.equal == "seconds" or (plan is not None and Study.from_json(plan["study"]).measures_seconds)
 
 
 def line_of(entry: JournalEntry) -> str:

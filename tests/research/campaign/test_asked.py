@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import pytest
 
+from agentjet.cli.research import compares_seconds
 from agentjet.errors import ConfigError
 from agentjet.research.campaign.campaign import Campaign
 from agentjet.research.campaign.planner import knobs_of, plan_study
@@ -134,6 +135,18 @@ def test_arms_learn_from_equal_tokens(tmp_path: Path) -> None:
     study = next(entry.content["study"] for entry in entries if entry.kind == "study")
     assert [arm["changes"]["steps"] for arm in study["arms"]] == [6, 3]
     assert done["reason"] == "all claims are decided"
+
+
+@pytest.mark.parametrize(
+    ("topic", "equal", "expected"),
+    [
+        ("Temperature 1 or 1.3?", "episodes", False),
+        ("Temperature 1 or 1.3?", "seconds", True),
+        ("How do score and training time change with a turn limit of 1, 3 and 5?", "episodes", True),
+    ],
+)
+def test_seconds_are_compared_on_machines_of_one_kind(topic: str, equal: Equal, expected: bool) -> None:
+    assert compares_seconds(*plan_of(topic, HEALTHY, RUNS, equal)) is expected
 
 
 @pytest.mark.parametrize(
