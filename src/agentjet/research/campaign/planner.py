@@ -14,13 +14,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial, reduce
+from functools import partial
 from typing import Any
 
 from pydantic import ValidationError
 
 from agentjet.client.agent_source import file_and_function
-from agentjet.config import parse_config
 from agentjet.errors import ConfigError
 from agentjet.recipes import registry
 from agentjet.research.campaign.proposers import REPAIRS, CodingAgent, LanguageModel, ModelTools, Tool, texts_of
@@ -51,6 +50,7 @@ from agentjet.research.question import (
     check_length,
     checked,
     factors,
+    value_in,
 )
 from agentjet.research.scheduler import estimate_cost
 from agentjet.research.topic import read_topic
@@ -69,7 +69,7 @@ Refuse the topic only if no experiment with this registry can answer it.
 Forms:
 {forms}
 
-Factors, with words that name them, their usual levels and default:
+Factors, with words that name them, their usual levels, and the subject's own value (default):
 {factors}
 
 Topics about these are refused:
@@ -110,7 +110,7 @@ class PlanView:
 
     def rules(self) -> str:
         listed = {name: one for name, one in factors().items() if name != "nothing"}
-        default = parse_config({})
+        settings = self.settings
         lines = []
         for name, one in listed.items():
             levels = registry.built_in() if name == "job.recipe" else one.levels
@@ -121,7 +121,7 @@ class PlanView:
                 "is_ordered": one.ordered,
             }
             if name.startswith(("job.", "model.")) and name != "job.recipe":
-                known["default"] = reduce(getattr, name.split("."), default)
+                known["default"] = value_in(settings, name)
             lines += [] if one.refused else [json.dumps(known | ({"needs": one.needs} if one.needs else {}))]
         return RULES.format(
             forms="\n".join(f"{form}: {words.format('...')}" for form, words in WORDS_OF_FORMS.items()),
