@@ -71,6 +71,7 @@ class ForkedReplica:
             os.kill(self._pid, signal.SIGKILL)
         self._watching.cancel()
         self._end()
+        await asyncio.wait([self.ended])  # Those who wait for its end know it before this returns.
 
     async def _watch(self) -> None:
         while not self.ended.done() and os.path.exists(f"/proc/{self._pid}"):

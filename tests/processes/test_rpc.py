@@ -304,6 +304,20 @@ async def test_a_start_that_is_cancelled_or_ends_early_leaves_no_process() -> No
         await peer.died
 
 
+async def test_an_end_that_is_cancelled_waits_for_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rpc, "REASON_SECONDS", 0.1)
+    async with scene() as on:
+        peer, connection = await on.connect("a")
+        connection.close()
+        await peer.died
+        stopping = asyncio.create_task(peer.stop())
+        await asyncio.sleep(0)  # It waits for the process to end by itself.
+        stopping.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await stopping
+        assert on.placement.started["a"][0].ended.done()
+
+
 async def test_a_supervisor_that_closes_ends_handshakes_and_keeps_connections() -> None:
     async with scene() as on:
         peer, connection = await on.connect("a")

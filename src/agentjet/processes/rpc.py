@@ -31,7 +31,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol, Self
@@ -297,15 +297,22 @@ class Peer:
         self._finish(WorkerDied(f"{self.name} was ended"))
 
     async def stop(self) -> str:
-        """Close the connection and wait for the end of the process; returns its reason, or "". Idempotent."""
+        """Close the connection and wait for the end of the process; returns its reason, or "". Idempotent.
+
+        A call that is cancelled waits for that end, too.
+        """
         died = self.died.done()
         self.close()
         if self.process is None:
             return ""
-        if died:  # It is ending by itself.
-            await asyncio.wait([self.process.ended], timeout=REASON_SECONDS)
-        await self.process.stop()
+        await uninterrupted(self._end_process(self.process, died))
         return self.process.ended.result().reason
+
+    @staticmethod
+    async def _end_process(process: Process, died: bool) -> None:
+        if died:  # It is ending by itself.
+            await asyncio.wait([process.ended], timeout=REASON_SECONDS)
+        await process.stop()
 
     async def _read(self) -> None:
         """Boundary: a message that cannot be read ends the connection."""
@@ -364,6 +371,16 @@ class Peer:
         if self._end is not None:
             raise copy.copy(self._end)  # Several callers raise it.
         self._writer.write(message)
+
+
+async def uninterrupted(ending: Coroutine[Any, Any, None]) -> None:
+    """Await this to its end, also if the caller is cancelled meanwhile: what it ends is gone when this returns."""
+    task = asyncio.create_task(ending)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise
 
 
 # ---- the end of a process --------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ import psutil
 from agentjet.errors import ComputeError, ConfigError, Later, WorkerDied, install_extra
 from agentjet.processes import guardian
 from agentjet.processes.guardian import STOP_SECONDS, Launch, ProcessEnd, end_of
-from agentjet.processes.rpc import UNANSWERED_SECONDS, Link, Listener, Peer, Process, host_and_port, tune
+from agentjet.processes.rpc import UNANSWERED_SECONDS, Link, Listener, Peer, Process, host_and_port, tune, uninterrupted
 
 CONNECT_SECONDS = 300.0
 """Time for a started process to connect. It imports torch or vLLM first."""
@@ -85,7 +85,7 @@ class Supervisor:
             except BaseException:
                 if connection.done() and not connection.cancelled():
                     connection.result().close()
-                await process.stop()
+                await uninterrupted(process.stop())
                 raise
         finally:
             if self._expected.get(name) is connection:
