@@ -16,7 +16,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache, cached_property
 from pathlib import Path
 from statistics import fmean
@@ -25,7 +25,7 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from agentjet.client import agent_source
-from agentjet.client.agent_source import file_and_function, load_function, source_of
+from agentjet.client.agent_source import file_and_function, source_of
 from agentjet.client.inputs import load_agent, load_tasks
 from agentjet.client.rollout import Agent
 from agentjet.errors import AgentJetError, ConfigError, nearest_name
@@ -67,6 +67,10 @@ def adapter(kind: type) -> TypeAdapter[Any]:
 
 class Record:
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", allow_inf_nan=False)
+    LATER: ClassVar[tuple[str, ...]] = ()
+    """Fields that records of earlier versions lack. The JSON omits their defaults, so that ids, and seeds that are
+    derived from ids, stay as they were.
+    """
 
     @cached_property
     def id(self) -> str:
@@ -74,7 +78,9 @@ class Record:
         return hash_of(self.to_json())
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)  # type: ignore[call-overload, no-any-return]  # every subclass is a dataclass
+        content = {field.name: plain(getattr(self, field.name)) for field in fields(self)}  # type: ignore[arg-type]
+        defaults = {name: getattr(type(self), name, {}) for name in self.LATER}
+        return {name: value for name, value in content.items() if name not in defaults or value != defaults[name]}
 
     @classmethod
     def from_json(cls, content: object) -> Self:
@@ -85,6 +91,15 @@ class Record:
         except ValidationError as error:
             raise ConfigError(f"{cls.__name__}: {mistake(error)}") from None
         return checked
+
+
+def plain(value: Any) -> Any:
+    """The JSON of a field."""
+    if isinstance(value, Record):
+        return value.to_json()
+    if isinstance(value, Mapping):
+        return {key: plain(each) for key, each in value.items()}
+    return tuple(map(plain, value)) if isinstance(value, tuple) else value
 
 
 def canonical(content: object) -> str:
@@ -209,21 +224,25 @@ class Subject(Record):
     """
     readable: tuple[str, ...] = ()
     """Folders that the arm's code may read, the first with the code. Empty: the code is not sandboxed."""
-    equal: Equal = "episodes"
-    """Amount that is the same in full runs of all arms. `steps_as` and `CampaignRuns` keep it."""
     code: str = ""
     """Hash of the named code and tasks. A study whose files changed is refused."""
     files: Mapping[str, str] = field(default_factory=dict)
     """By file, the hashes behind `code`."""
     weights: Mapping[str, str] = field(default_factory=dict)
     """By file, the hashes of a local model folder. Empty for other models."""
+    equal: Equal = "episodes"
+    """Amount that is the same in full runs of all arms. `steps_as` and `CampaignRuns` keep it."""
+    LATER = (
+        *("files", "weights", "judged", "reward", "hidden", "readable", "shown", "models", "num_tasks", "task_order"),
+        *("deployed", "equal"),
+    )
 
     def __post_init__(self) -> None:
         refuse(self.steps < 1, f"subject.steps = {self.steps}: a run learns at least 1 batch")
         most = f"give 1 to subject.steps = {self.steps}"
         refuse(not 1 <= self.evaluations <= self.steps, f"subject.evaluations = {self.evaluations}: {most} of them")
-        refuse(self.repeats < 1, f"subject.repeats = {self.repeats}: give 1 or more")
-        refuse(self.concurrency < 1, f"subject.concurrency = {self.concurrency}: give 1 or more")
+        for name, value in (("repeats", self.repeats), ("concurrency", self.concurrency)):
+            refuse(value < 1, f"subject.{name} = {value}: give 1 or more")
         refuse(
             not math.isfinite(self.floor), f"subject.floor = {self.floor}: give the lowest score that a run may have"
         )
@@ -252,27 +271,10 @@ class Subject(Record):
         return sorted({mark for mark in spaced if mark < end} | {end})
 
     def to_json(self) -> dict[str, Any]:
-        """Omits empty fields that older studies lack, so that ids and seeds of older studies do not change."""
         content = super().to_json()
-        omitted = (
-            "files",
-            "weights",
-            "judged",
-            "reward",
-            "hidden",
-            "readable",
-            "shown",
-            "models",
-            "num_tasks",
-            "task_order",
-            "deployed",
-        )
-        for noted in omitted:
-            if not content[noted]:
-                del content[noted]
-        if (self.worst, self.best) == (0.0, 1.0):
+        if (self.worst, self.best) == (0.0, 1.0):  # As of a study without a judge.
             del content["worst"], content["best"]
-        return content if content.pop("equal") == "episodes" else content | {"equal": self.equal}
+        return content
 
     def varied(self, setting: Setting) -> Subject:
         """Returns the subject of an arm: with what it sets of `OF_SUBJECT`."""
@@ -315,22 +317,15 @@ class Subject(Record):
                 "new study",
             )
 
-    def load_judge(self) -> Judge:
-        """Loads an evaluator that scores conversations. Raises `ConfigError`."""
-        return load_function(self.evaluator, option="subject.evaluator")
-
     def as_deployed(self, held_out: Sequence[Task], training: Sequence[Task]) -> list[Task]:
         """Held-out tasks as the agent gets them: hidden values are those of training tasks, or empty without any."""
-        return [
-            replace(task, payload=self._public(task.payload, training[number % len(training)].payload))
-            for number, task in enumerate(held_out)
-        ]
-
-    def _public(self, payload: Any, other: Any) -> Any:
-        if not isinstance(payload, Mapping):
-            return payload
-        others = other if isinstance(other, Mapping) else {}
-        return {key: others.get(key, type(value)()) if key in self.hidden else value for key, value in payload.items()}
+        others = [task.payload if isinstance(task.payload, Mapping) else {} for task in training]
+        shown = []
+        for number, task in enumerate(held_out):
+            of_task, other = task.payload if isinstance(task.payload, Mapping) else {}, others[number % len(others)]
+            hidden = {key: other.get(key, type(of_task[key])()) for key in of_task if key in self.hidden}
+            shown.append(replace(task, payload={**of_task, **hidden}) if of_task else task)
+        return shown
 
     def load_arm_agent(self, arm: str) -> Agent:
         """Loads the agent that an arm trains. Raises `ConfigError`."""
@@ -373,9 +368,7 @@ def chosen_tasks(tasks: Sequence[Task], number: int, order: str) -> list[Task]:
             f"tasks.order = {order!r}: the payload of task {missing[0]!r} has no number {key!r}; give 'given', "
             "'shuffled', or a key of all payloads"
         )
-    sign = -1 if order.startswith("-") else 1
-    ranked = sorted(range(len(found)), key=lambda at: sign * numbers[at])  # type: ignore[operator]
-    return [found[at] for at in ranked]
+    return sorted(found, key=lambda task: -task.payload[key] if order != key else task.payload[key])
 
 
 def code_files(named: set[str]) -> dict[str, Path]:
@@ -485,23 +478,16 @@ class Hypothesis(Record):
     weights: Mapping[str, float] = field(default_factory=dict)
     """Weights of arms, if the claim is about a weighted sum of their means: a slope, or an interaction. They add up
     to 0. Empty: `arm` minus `against`."""
-    metric: Metric = "score"
-    """The measured quantity. Differences of tokens and of seconds are those of their logarithms, so of shares."""
     sesoi: float = 0.0
     """Smallest effect of interest of this claim. 0: that of the study."""
+    metric: Metric = "score"
+    """The measured quantity. Differences of tokens and of seconds are those of their logarithms, so of shares."""
+    LATER = ("sign", "why", "weights", "sesoi", "metric")
 
     @property
     def contrast(self) -> Mapping[str, float]:
         """Weights by arm."""
         return self.weights or {self.arm: 1.0, self.against: -1.0}
-
-    def to_json(self) -> dict[str, Any]:
-        """Omits what an earlier claim lacks: the id does not depend on it."""
-        content = super().to_json()
-        given = {
-            key: value for key, value in content.items() if key not in ("sign", "why", "weights", "sesoi") or value
-        }
-        return given if given.pop("metric") == "score" else {**given, "metric": self.metric}
 
 
 @dataclass(frozen=True)
@@ -531,21 +517,15 @@ class Study(Record):
     evaluator: str = ""
     """Hash of the code that computes the metric."""
     seed: int = 0
-    subject: Subject | None = None
-    """The trained subject; None if the runner decides."""
     form: str = ""
     """Form of the question that the topic was read as: see `question.Form`. Empty if a person wrote the arms."""
     reading: str = ""
     """The reading of the topic, in a sentence."""
     spread: float = 0.0
     """Least standard deviation over seeds, if earlier seeds showed one. Few seeds may agree by chance."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Omits what is missing, so that ids and the seeds derived from them do not change."""
-        content = {**super().to_json(), "hypotheses": tuple(claim.to_json() for claim in self.hypotheses)}
-        del content["subject"]
-        content = {name: value for name, value in content.items() if value or name not in ("form", "reading", "spread")}
-        return content if self.subject is None else {**content, "subject": self.subject.to_json()}
+    subject: Subject | None = None
+    """The trained subject; None if the runner decides."""
+    LATER = ("form", "reading", "spread", "subject")
 
     def __post_init__(self) -> None:
         names = [arm.name for arm in self.arms]

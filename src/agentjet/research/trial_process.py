@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from agentjet.client.agent_source import file_and_function, one_line
+from agentjet.client.agent_source import file_and_function, load_function, one_line
 from agentjet.client.swarm_client import AsyncSwarm
 from agentjet.client.threads import exit_with_parent
 from agentjet.config.loader import leaves
@@ -44,6 +44,7 @@ from agentjet.research.models import (
     UNSEEN,
     Address,
     End,
+    Judge,
     Message,
     Outcome,
     Record,
@@ -100,7 +101,8 @@ class TaskJudge:
 
     def __init__(self, subject: Subject) -> None:
         """Raises `ConfigError` for an evaluator that cannot be loaded."""
-        self._subject, self._judge = subject, subject.load_judge()
+        self._subject = subject
+        self._judge: Judge = load_function(subject.evaluator, option="subject.evaluator")
 
     def score(self, task: Task, messages: Sequence[Message]) -> float:
         """Raises `ConfigError` for a judge that fails, and `OffScale`."""
