@@ -33,12 +33,13 @@ from typing import Any
 
 from agentjet.cli import load_example
 from agentjet.cli.serve import ChildServer
+from agentjet.cli.trial_servers import SharedServerSlot
 from agentjet.research.campaign.strategist import table
 from agentjet.research.campaign.subject_repo import SubjectRepo, read_subject
 from agentjet.research.journal import Notebook
 from agentjet.research.models import Hypothesis, Outcome, Study, Subject, Trial, Verdict
 from agentjet.research.statistics import welch
-from agentjet.research.swarm_runner import SharedServerSlot, SwarmRunner
+from agentjet.research.swarm_runner import SwarmRunner
 from bench.machine import CASES, ROOT
 
 FOLDER = CASES / "published"

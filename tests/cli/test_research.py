@@ -24,13 +24,13 @@ from typer.testing import CliRunner
 from agentjet import Swarm
 from agentjet.cli.main import app
 from agentjet.cli.research import carry_out, console, summary
-from agentjet.cli.trial_servers import LocalServerSlot
+from agentjet.cli.serve import ServerEnded
+from agentjet.cli.trial_servers import LocalServerSlot, SharedServerSlot
 from agentjet.errors import ConfigError
 from agentjet.research.journal import StudyFolder, StudyLog, read_log
 from agentjet.research.models import Diagnosis, Setting
 from agentjet.research.report import StudyView
 from agentjet.research.scheduler import conduct
-from agentjet.research.swarm_runner import ServerLost, SharedServerSlot
 from tests.cli.test_commands import run
 from tests.research.reported import Told
 from tests.research.world import STUDY, FakeSlot, Formula
@@ -249,7 +249,7 @@ def test_a_server_that_loads_is_given_up_if_the_study_stops(tmp_path: Path) -> N
     stopping.set()
     slot = LocalServerSlot(1, threads=1)
     serving = slot.serve(tmp_path / "run", {"model.name": str(tmp_path / "none")}, stopping)
-    with pytest.raises(ServerLost, match="the study ended before the server was ready"), serving:
+    with pytest.raises(ServerEnded, match="the study ended before the server was ready"), serving:
         raise AssertionError("it is not ready")
 
 

@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 
 from agentjet import Swarm
+from agentjet.cli.trial_servers import SharedServerSlot
 from agentjet.errors import ConfigError
 from agentjet.research.journal import StudyFolder, read_log
 from agentjet.research.models import Arm, Hypothesis, Knob, Study, Subject, Trial
-from agentjet.research.swarm_runner import SharedServerSlot, SwarmRunner
+from agentjet.research.swarm_runner import SwarmRunner
 from tests.e2e.researching import LONG, STEPS, Researcher, admin_of, server_options
 from tests.e2e.server import Server
 from tests.tiny import make_model

@@ -18,15 +18,11 @@ from agentjet.research.report import StudyView, render
 from agentjet.research.scheduler import (
     Evidence,
     OutOfBudget,
-    Shares,
     Spending,
     TrialLauncher,
     conduct,
-    decide_look,
-    open_shares,
     rank_loss,
     seed_of,
-    stop_for_futility,
 )
 from agentjet.research.statistics import nominal_level
 from tests.research.world import STUDY, Formula, hill, late
@@ -256,8 +252,8 @@ def test_seeds_that_took_different_ways_to_the_same_score_decide() -> None:
 
 
 def test_a_diverged_run_counts() -> None:
-    evidence = Evidence({}, {"a": [Outcome("t", "diverged", score=-5.0), Outcome("u", "infra_failed")]})
-    assert evidence.scores("a") == [-5.0]
+    outcomes = {"a": [Outcome("t", "diverged", score=-5.0), Outcome("u", "infra_failed")], "b": []}
+    assert Evidence(STUDY, {}, outcomes).samples(STUDY.hypotheses[0]) == {"a": [-5.0], "b": []}
 
 
 def test_another_outcome_of_the_same_trial_is_not_asked_for() -> None:
@@ -318,13 +314,17 @@ def test_what_the_last_look_would_hardly_settle_is_given_up() -> None:
 def test_what_could_be_settled_is_not_given_up() -> None:
     """Nothing is known yet, by four seeds of much noise or by none that differ."""
     [open_one, *_] = FAMILY.hypotheses
-    found: dict[str, Finding] = {}
-    stop_for_futility(FAMILY, evidence(a=[0.0, 0.4, 0.1, 0.3], b=[0.1, 0.2, 0.4, 0.0]), [open_one], found)
-    stop_for_futility(FAMILY, evidence(a=[0.0] * 4, b=[1.0] * 4), [open_one], found)
-    stop_for_futility(FAMILY, evidence(a=[0.0, 0.1], b=[1.0, 1.1]), [open_one], found)
-    assert found == {}
-    stop_for_futility(FAMILY, evidence(a=[0.0, 0.1] * 4, b=[1.0, 1.1] * 4), [open_one], found)
-    assert found[open_one.id].verdict == "inconclusive"
+    for scores in (
+        {"a": [0.0, 0.4, 0.1, 0.3], "b": [0.1, 0.2, 0.4, 0.0]},
+        {"a": [0.0] * 4, "b": [1.0] * 4},
+        {"a": [0.0, 0.1], "b": [1.0, 1.1]},
+    ):
+        goes_on = evidence(**scores)
+        goes_on.stop_for_futility([open_one])
+        assert goes_on.findings == {}
+    futile = evidence(a=[0.0, 0.1] * 4, b=[1.0, 1.1] * 4)
+    futile.stop_for_futility([open_one])
+    assert futile.findings[open_one.id].verdict == "inconclusive"
 
 
 # ---- several hypotheses -----------------------------------------------------------------------------------------
@@ -339,24 +339,27 @@ FAMILY = replace(
 
 def evidence(**scores: list[float]) -> Evidence:
     outcomes = {arm: [Outcome(f"{arm}{i}", "completed", score=s) for i, s in enumerate(v)] for arm, v in scores.items()}
-    return Evidence({arm: {} for arm in scores}, outcomes)
+    return Evidence(FAMILY, {arm: {} for arm in scores}, outcomes)
 
 
 def test_shares_are_handed_on_within_their_family() -> None:
     b, c, _ = FAMILY.hypotheses
-    assert open_shares(FAMILY, {}) == Shares(0.025, 0.025)
-    assert open_shares(FAMILY, {b.id: Finding(b.id, "refuted", "")}) == Shares(0.05, 0.025)
-    assert open_shares(FAMILY, {c.id: Finding(c.id, "practically_equivalent", "")}) == Shares(0.025, 0.05)
+    assert Evidence(FAMILY, {}).shares() == (0.025, 0.025)
+    assert Evidence(FAMILY, {}, findings={b.id: Finding(b.id, "refuted", "")}).shares() == (0.05, 0.025)
+    equivalent = Finding(c.id, "practically_equivalent", "")
+    assert Evidence(FAMILY, {}, findings={c.id: equivalent}).shares() == (0.025, 0.05)
 
 
 def test_a_called_hypothesis_helps_the_next() -> None:
     """c is significant at the whole alpha of this look and not at half of it: it is called because b is."""
     base = [0.0, 0.5, 1.0, 1.5]
     c = [2.25, 2.8, 3.25, 3.7]
-    alone, together = dict[str, Finding](), dict[str, Finding]()
-    decide_look(FAMILY, evidence(a=base, b=base, c=c, d=base), list(FAMILY.hypotheses), alone)
-    decide_look(FAMILY, evidence(a=base, b=[9.0, 9.5, 9.1, 9.3], c=c, d=base), list(FAMILY.hypotheses), together)
-    assert alone == {}
+    alone = evidence(a=base, b=base, c=c, d=base)
+    alone.decide(list(FAMILY.hypotheses))
+    assert alone.findings == {}
+    both = evidence(a=base, b=[9.0, 9.5, 9.1, 9.3], c=c, d=base)
+    both.decide(list(FAMILY.hypotheses))
+    together = both.findings
     first, second, _ = FAMILY.hypotheses
     assert {name: found.verdict for name, found in together.items()} == {first.id: "supported", second.id: "supported"}
     assert together[first.id].confidence == pytest.approx(1 - 0.0221, abs=1e-3)
@@ -377,12 +380,11 @@ def test_what_stays_open_is_printed_at_the_level_it_was_read_at() -> None:
 
 
 def test_an_exploratory_hypothesis_takes_no_share_and_says_so() -> None:
-    found: dict[str, Finding] = {}
-    third = FAMILY.hypotheses[2]
-    decide_look(FAMILY, evidence(a=[0.0, 0.1, 0.2, 0.1], d=[5.0, 5.1, 5.2, 5.1]), [third], found)
-    assert found[third.id].verdict == "supported"
-    assert "exploratory" in found[third.id].reason
-    assert open_shares(FAMILY, found) == Shares(0.025, 0.025)
+    third, look = FAMILY.hypotheses[2], evidence(a=[0.0, 0.1, 0.2, 0.1], d=[5.0, 5.1, 5.2, 5.1])
+    look.decide([third])
+    assert look.findings[third.id].verdict == "supported"
+    assert "exploratory" in look.findings[third.id].reason
+    assert look.shares() == (0.025, 0.025)
 
 
 def test_a_runner_that_answers_for_another_trial_is_found_out() -> None:

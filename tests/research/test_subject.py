@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from agentjet.cli.trial_servers import check_arms, job_of
 from agentjet.errors import ConfigError
 from agentjet.research.diagnosis import held_out_counts
 from agentjet.research.journal import StudyFolder, StudyLog
 from agentjet.research.models import Arm, Knob, Outcome, Study, Subject
-from agentjet.research.swarm_runner import check_arms, job_of
 from agentjet.research.trial_process import HeldOutScore, RunRecord
 from tests.research.world import STUDY
 

@@ -33,6 +33,7 @@ from typing import NoReturn, cast
 
 import pytest
 
+from agentjet.cli.trial_servers import check_weights
 from agentjet.client import AsyncSwarm
 from agentjet.errors import AgentJetError, ConfigError
 from agentjet.protocol import EpisodeList, Event
@@ -48,7 +49,6 @@ from agentjet.research.swarm_runner import (
     RunningServer,
     ServerUnavailable,
     SwarmRunner,
-    check_weights,
     kept_policy,
 )
 from agentjet.research.trial_process import RunRecord, TrialOrder, TrialProcess, scoring, weight_changes

@@ -23,7 +23,7 @@ import typer
 from typer import Argument, Option
 
 from agentjet.cli import Json, example, load_example, new_path
-from agentjet.cli.trial_servers import Local, Servers, local_slots
+from agentjet.cli.trial_servers import Local, Servers, check_arms, local_slots
 from agentjet.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -196,7 +196,6 @@ def run(folder: Folder, servers: Servers) -> None:
     At the end the report is in the folder.
     """
     from agentjet.research.journal import StudyFolder
-    from agentjet.research.swarm_runner import check_arms
 
     if (folder / NOTEBOOK).exists():
         raise ConfigError(f"{folder} is a campaign: continue it with agentjet research resume {folder}")
@@ -507,7 +506,6 @@ def start(
     from agentjet.research.models import Study
     from agentjet.research.question import given_levels
     from agentjet.research.report import plan_page
-    from agentjet.research.swarm_runner import check_arms
     from agentjet.research.topic import read_topic
 
     if (out / NOTEBOOK).exists():

@@ -1,4 +1,5 @@
-"""The servers of trials: `Servers`, their options; slots that start them on this machine or on nodes of a Ray cluster.
+"""The servers of trials: `Servers`, their options; slots on servers that are there, and slots that start them, on this
+machine or on nodes of a Ray cluster.
 
 The data dir of a started server is `server/` in the folder of its run, so another server continues where it ended, on
 another node too. A server on a node is a process of `RayPlacement`: it ends with its actor, and that with this process.
@@ -15,6 +16,7 @@ import shutil
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -30,10 +32,11 @@ from agentjet.errors import AgentJetError, ComputeError, ConfigError, Later, ins
 from agentjet.types import DEFAULT_RUN, JOURNAL
 
 if TYPE_CHECKING:
+    from agentjet.client import Swarm
     from agentjet.client.threads import LoopThread
     from agentjet.processes.guardian import Launch
     from agentjet.processes.supervisor import RayPlacement, RayProcess
-    from agentjet.research.models import Setting
+    from agentjet.research.models import Setting, Study
     from agentjet.research.swarm_runner import RunningServer, ServerSlot
 
 T = TypeVar("T")
@@ -65,8 +68,6 @@ class Servers:
         """The servers of `--server` and the Ray cluster, which must answer; or those to start on this machine. Raises
         `ConfigError`.
         """
-        from agentjet.research.swarm_runner import SharedServerSlot
-
         urls, token_files = self.server or [], self.admin_token_file or []
         if len(urls) != len(token_files):
             raise ConfigError(f"{len(urls)} --server and {len(token_files)} --admin-token-file: give one for each")
@@ -86,9 +87,145 @@ class Servers:
         return shared or local_slots(self.local)
 
 
-# ---- this machine ----------------------------------------------------------------------------------------------------
+# ---- servers that are there ------------------------------------------------------------------------------------------
 
 POLL_SECONDS = 0.2
+SERVER_SETTINGS = ("model.device", "model.dtype", "model.threads", "sampler.", "server.")
+"""Settings of the server that affect speed, not training."""
+WEIGHTS = "weights"
+"""File beside the runs with the fingerprint of their base model."""
+
+
+@dataclass
+class SharedServerSlot:
+    """A server at `url` with its admin token. Each trial has a run there, which is open while the trial runs. Several
+    slots and several studies may name the same server.
+    """
+
+    url: str
+    token: str
+    notify: Callable[[str], None]
+    """Called with a message if a run could not be ended."""
+
+    @property
+    def name(self) -> str:
+        return self.url
+
+    def check(self) -> None:
+        from agentjet.client import Swarm
+        from agentjet.research.swarm_runner import ServerUnavailable
+
+        try:
+            with Swarm(self.url, self.token) as swarm:
+                swarm.runs()
+        except AgentJetError as error:
+            raise ServerUnavailable(
+                f"--server {self.url}: {error}; give the address of a server that runs, and the `admin-token` of its "
+                "data dir"
+            ) from None
+
+    @contextmanager
+    def serve(self, run: Path, settings: Setting, stopping: Event) -> Iterator[RunningServer]:
+        """Starts the run, or opens it again. The end of the trial ends the run; its files stay on the server."""
+        from agentjet.client import Swarm
+        from agentjet.research.models import Address
+        from agentjet.research.swarm_runner import RunningServer
+
+        job, name = job_of(settings), server_run_name(run)
+        check_not_stopping(stopping)
+        with Swarm(self.url, self.token) as swarm:
+            swarm.start_run(name, job=job)
+            try:
+                with swarm.of_run(name) as of_run:
+                    self._wait_until_loaded(of_run, settings, stopping)
+                    status = of_run.status()
+                    check_weights(run.parent / WEIGHTS, self.url, status.model_weights)
+                    yield RunningServer(Address(of_run.url, self.token), of_run.status, status.machine)
+            finally:
+                self._end_run(name)
+
+    def run_finished(self, run: Path) -> None:
+        """Does nothing: the run ended with its trial."""
+
+    def _wait_until_loaded(self, swarm: Swarm, settings: Setting, stopping: Event) -> None:
+        """Raises `ConfigError` if the server serves another model than the study's."""
+        wanted, found = Path(str(settings["model.name"])).name, swarm.status().model
+        if Path(found).name != wanted:
+            raise ConfigError(f"{self.url} serves {found!r}, and the study trains {wanted!r}: name another server")
+        while (status := swarm.status()).state in ("loading", "offline"):
+            stopping.wait(POLL_SECONDS)
+            check_not_stopping(stopping)
+        if status.state == "failed":
+            raise ServerEnded(f"{self.url} could not load the model: {status.waiting_for}")
+
+    def _end_run(self, name: str) -> None:
+        """Uses a new connection, which does not wait long for a server that is gone."""
+        from agentjet.client import Swarm
+
+        try:
+            with Swarm(self.url, self.token) as swarm:
+                swarm.end_run(name)
+        except AgentJetError as error:
+            self.notify(f"run {name} of {self.url} may still be open ({error}); to end it: agentjet runs end {name}")
+
+
+def check_weights(file: Path, url: str, found: str) -> None:
+    """Raises `ConfigError` if the server's weights differ from those of the study's first server, recorded in `file`.
+    Models with equal names can differ.
+    """
+    from agentjet.research.swarm_runner import first_noted
+
+    first = first_noted(file, found)
+    if found and first != found:
+        raise ConfigError(
+            f"{url} serves other weights under the model's name: its model_weights are {found!r}, but the study "
+            f"started with {first!r}: serve the same model there, or remove that server"
+        )
+
+
+def server_run_name(run: Path) -> str:
+    """Returns the run's name on servers. A run that restarts from the base model after a loss gets a new name."""
+    from agentjet.research.journal import write_whole
+
+    file = run / "name"
+    if not file.exists():
+        write_whole(file, f"{run.name}-{uuid.uuid4().hex[:6]}")
+    return file.read_text(encoding="utf-8")
+
+
+def check_arms(study: Study) -> None:
+    """Raises `ConfigError` for an arm that sets or tunes a setting which a running server cannot change."""
+    from agentjet.research.models import OF_SUBJECT
+
+    for arm in study.arms:
+        for name in (*arm.changes, *(knob.name for knob in arm.nuisance)):
+            if not name.startswith("job.") and name not in OF_SUBJECT - {"model"}:
+                raise ConfigError(
+                    f"arm {arm.name!r}: {name} cannot be changed on a running server: omit --server, and the study "
+                    "starts its servers"
+                )
+
+
+def job_of(settings: Setting) -> dict[str, object]:
+    """Returns the complete job settings. Raises `ConfigError` for settings that need a new server."""
+    from agentjet.config import parse_config
+
+    for name in settings:
+        if not name.startswith(("job.", "model.name", *SERVER_SETTINGS)):
+            raise ConfigError(
+                f"{name} = {settings[name]!r} cannot be set on a running server: omit --server, and the study "
+                "starts its servers"
+            )
+    job = {name: value for name, value in settings.items() if name.startswith("job.")}
+    return parse_config(job).job.model_dump(mode="json")
+
+
+def check_not_stopping(stopping: Event) -> None:
+    if stopping.is_set():
+        raise ServerEnded("the study ended before the server was ready")
+
+
+# ---- this machine ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -106,7 +243,7 @@ class LocalServerSlot:
     @contextmanager
     def serve(self, run: Path, settings: Setting, stopping: Event) -> Iterator[RunningServer]:
         from agentjet.research.models import Address
-        from agentjet.research.swarm_runner import RunningServer, check_not_stopping
+        from agentjet.research.swarm_runner import RunningServer
 
         data_dir = run / "server"
         wait_until_free(data_dir, stopping)
@@ -212,8 +349,6 @@ class RayCluster:
 
     def _asked(self, work: Coroutine[Any, Any, T], stopping: Event | None = None) -> T:
         """The result. An error names the option and not the setting of a server."""
-        from agentjet.research.swarm_runner import check_not_stopping
-
         future = self._loop.submit(work)
         while stopping is not None and not future.done():
             if stopping.wait(POLL_SECONDS):
@@ -243,13 +378,7 @@ class RayServerSlot:
         from agentjet.client import Retry, Swarm
         from agentjet.processes.guardian import Launch
         from agentjet.research.models import Address
-        from agentjet.research.swarm_runner import (
-            WEIGHTS,
-            MachineLost,
-            RunningServer,
-            check_not_stopping,
-            check_weights,
-        )
+        from agentjet.research.swarm_runner import MachineLost, RunningServer
 
         data_dir = (run / "server").resolve()  # a node has another working directory
         wait_until_free(data_dir, stopping)

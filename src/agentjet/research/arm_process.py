@@ -32,7 +32,7 @@ from agentjet.client.report import rows
 from agentjet.client.rollout import Agent, AgentFailing
 from agentjet.client.swarm_client import AsyncSwarm
 from agentjet.errors import AgentJetError, ConfigError
-from agentjet.research.models import Address, Judge, Message, Record, canonical, chosen_tasks
+from agentjet.research.models import Address, Judge, Message, Record, Subject, canonical, chosen_tasks
 from agentjet.sandbox import AsyncProcess, Limits, Sandbox, missing, origin_of
 from agentjet.types import Task
 
@@ -70,6 +70,12 @@ class ArmOrder(Record):
     deployed: str = ""
     """Plays the held-out tasks. Empty: the agent does."""
 
+    @classmethod
+    def of(cls, subject: Subject, address: Address, folder: Path, *, arm: str = "", unsafe: bool = False) -> ArmOrder:
+        same = ("tasks", "concurrency", "reward", "readable", "num_tasks", "task_order", "deployed")
+        given = {name: getattr(subject, name) for name in same}
+        return cls(subject.agent_of(arm), address=address, folder=str(folder), unsafe=unsafe, **given)
+
 
 class ArmFailed(AgentJetError):
     """The arm's own code failed: another try would fail the same way."""
@@ -91,14 +97,11 @@ class ArmProcess:
     @classmethod
     def load(cls, order: ArmOrder, swarm: AsyncSwarm) -> ArmProcess:
         """Raises `ConfigError` for code that cannot be loaded."""
-        agent = reaching(order.address.url, load_agent(order.agent, option="agent"))
-        deployed = agent
-        if order.deployed:
-            deployed = reaching(order.address.url, load_agent(order.deployed, option="deployed"))
+        agent, url = load_agent(order.agent, option="agent"), order.address.url
+        deployed = load_agent(order.deployed, option="deployed") if order.deployed else agent
         tasks = chosen_tasks(load_tasks(order.tasks, option="tasks"), order.num_tasks, order.task_order)
-        if order.reward:
-            agent = paid_by(load_function(order.reward, option="reward"), agent, swarm)
-        return cls(order, swarm, agent, deployed, tasks)
+        reward = load_function(order.reward, option="reward") if order.reward else None
+        return cls(order, swarm, reaching(url, agent, swarm, reward), reaching(url, deployed, swarm), tasks)
 
     def described(self) -> dict[str, Any]:
         """The training tasks as JSON; a payload that is not JSON is described by its text."""
@@ -137,9 +140,11 @@ def listed(tasks: Sequence[Task]) -> list[dict[str, Any]]:
     return [{"id": task.id, "task_set": task.task_set, "payload": task.payload} for task in tasks]
 
 
-def reaching(url: str, agent: Agent) -> Agent:
-    """The agent with episodes at the server's address `url`: a sandbox has another one than the server gives."""
-    origin = origin_of(url)
+def reaching(url: str, agent: Agent, swarm: AsyncSwarm, reward: Judge | None = None) -> Agent:
+    """The agent with episodes at the server's address `url`: a sandbox has another one than the server gives. A
+    `reward` pays in place of the agent: for the conversation of its last call, as the server recorded it.
+    """
+    origin, loop = origin_of(url), asyncio.get_running_loop()
 
     def move(episode: Any) -> Any:
         episode.base_url = f"{origin}{episode.base_url.removeprefix(origin_of(episode.base_url))}"
@@ -147,34 +152,19 @@ def reaching(url: str, agent: Agent) -> Agent:
 
     @functools.wraps(agent)
     async def play_async(task: Task, episode: Any) -> Any:
-        return await agent(task, move(episode))  # type: ignore[misc]
+        returned = await agent(task, move(episode))  # type: ignore[misc]
+        return returned if reward is None else reward(task, conversation(await swarm.episode_tree(episode.id)))
 
     @functools.wraps(agent)
     def play(task: Task, episode: Any) -> Any:
-        return agent(task, move(episode))
-
-    return play_async if is_async(agent) else play
-
-
-def is_async(agent: Agent) -> bool:
-    return inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(getattr(agent, "__call__", None))  # noqa: B004
-
-
-def paid_by(reward: Judge, agent: Agent, swarm: AsyncSwarm) -> Agent:
-    """The agent with another reward: of the conversation of its last call, as the server recorded it."""
-
-    loop = asyncio.get_running_loop()
-
-    async def play_async(task: Task, episode: Any) -> float:
-        await agent(task, episode)  # type: ignore[misc]
-        return reward(task, conversation(await swarm.episode_tree(episode.id)))
-
-    def play(task: Task, episode: Any) -> float:
-        agent(task, episode)
+        returned = agent(task, move(episode))
+        if reward is None:
+            return returned
         tree = asyncio.run_coroutine_threadsafe(swarm.episode_tree(episode.id), loop).result()
         return reward(task, conversation(tree))
 
-    return play_async if is_async(agent) else play
+    is_async = inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(getattr(agent, "__call__", None))  # noqa: B004
+    return play_async if is_async else play
 
 
 def conversation(episode: Any) -> list[Message]:
@@ -197,17 +187,12 @@ async def serve(orders: asyncio.Queue[bytes], send: Callable[[object], None]) ->
                     wanted = json.loads(await orders.get())
                     answer = await getattr(arm, wanted.pop("do"))(**wanted)
             except (AgentFailing, ConfigError, ValueError) as error:
-                answer = {"error": located(error), "own": True}
+                answer = {"error": f"{error}{place_of(error.__cause__)}", "own": True}
             except AgentJetError as error:
                 answer = {"error": str(error), "own": False}
             send(answer)
             if arm is None:
                 return
-
-
-def located(error: BaseException) -> str:
-    """The text of an error about the user's code, with the file and the line of its cause."""
-    return f"{error}{place_of(error.__cause__)}"
 
 
 def place_of(error: BaseException | None) -> str:

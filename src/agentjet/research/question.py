@@ -11,7 +11,7 @@ import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from importlib import resources
 from itertools import product
 from pathlib import Path
@@ -154,22 +154,18 @@ def factor_table() -> dict[str, Any]:
 @cache
 def factors() -> dict[str, Factor]:
     """Returns all factors by name: those of `factors.toml`, every setting of a job, and those of the default recipe."""
-    given: dict[str, dict[str, Any]] = dict(factor_table()["factor"])
-    found: dict[str, Factor] = {}
-    for name, annotation in (*_settings(JobConfig, "job"), *_settings(registry.find(registry.DEFAULT), "job.recipe")):
-        own = given.pop(name, {})
-        if own.get("hidden"):
-            continue
-        levels = tuple(own.get("levels", ())) or _choices(annotation)
-        words = (*own.get("words", ()), name.rpartition(".")[2].replace("_", " "))
-        found[name] = Factor(name, words, levels, annotation in (int, float), own.get("named", {}))
-    for name, own in given.items():
-        levels = tuple(own.get("levels", ()))
+    given: dict[str, dict[str, Any]] = factor_table()["factor"]
+    default = registry.find(registry.DEFAULT)
+    types: dict[str, Any] = dict((*_settings(JobConfig, "job"), *_settings(default, "job.recipe")))
+    found = {}
+    for name in dict.fromkeys((*types, *given)):
+        own, levels = given.get(name, {}), tuple(given.get(name, {}).get("levels", ())) or _choices(types.get(name))
+        words = (*own.get("words", ()), *([name.rpartition(".")[2].replace("_", " ")] if name in types else ()))
         is_number = bool(levels) and all(isinstance(level, int | float) for level in levels)
-        ordered = own.get("ordered", is_number)
-        words = tuple(own.get("words", ()))
-        named = own.get("named", {})
-        found[name] = Factor(name, words, levels, ordered, named, own.get("needs", ""), own.get("refused", ""))
+        ordered = types[name] in (int, float) if name in types else own.get("ordered", is_number)
+        texts = {key: own[key] for key in ("named", "needs", "refused") if key in own}
+        if not own.get("hidden"):
+            found[name] = Factor(name, words, levels, ordered, **texts)
     return found
 
 
@@ -506,44 +502,29 @@ def _number_of_tasks(level: Value, every: int) -> int:
 
 
 def _claims(question: StudyQuestion, arms: Sequence[str], levels: Sequence[Setting]) -> Iterator[Hypothesis]:
-    first, last = arms[0], arms[-1]
-    primary = question.metrics[0]
-    sesoi = 0.0 if primary == "score" else SHARE
+    metric = question.metrics[0]
+    claimed = partial(Hypothesis, sign="?", metric=metric, sesoi=0.0 if metric == "score" else SHARE)
     if question.form == "interaction":
-        both, one, other, none = arms[3], arms[2], arms[1], arms[0]
+        none, other, one, both = arms
         weights = {both: 1.0, one: -1.0, other: -1.0, none: 1.0}
         factor, beside = levels[0]
-        claim = f"the effect of {factor} depends on {beside}"
-        yield Hypothesis(claim, both, none, sign="?", weights=weights, metric=primary, sesoi=sesoi)
+        yield claimed(f"the effect of {factor} depends on {beside}", both, none, weights=weights)
         for arm, against in ((one, none), (both, other)):
-            yield Hypothesis(f"{arm} against {against}", arm, against, sign="?", metric=primary, sesoi=sesoi)
+            yield claimed(f"{arm} against {against}", arm, against)
         return
     if question.form == "scaling":
-        yield Hypothesis(
-            f"{primary} grows with each doubling of {next(iter(levels[0]))}",
-            last,
-            first,
-            sign="+",
-            weights=_slope(arms, levels),
-            metric=primary,
-            sesoi=sesoi,
-        )
+        claim = f"{metric} grows with each doubling of {next(iter(levels[0]))}"
+        yield claimed(claim, arms[-1], arms[0], sign="+", weights=_slope(arms, levels))
         if len(arms) == 2:  # The only step is the slope.
             return
     in_order = question.form in ("dose_response", "scaling")
     for number, arm in enumerate(arms[1:], 1):
-        against = arms[number - 1] if in_order else first
+        against = arms[number - 1] if in_order else arms[0]
         for place, metric in enumerate(question.metrics):
             verb = "scores higher than" if metric == "score" else f"takes more {metric} than"
-            yield Hypothesis(
-                f"{arm} {verb} {against}",
-                arm,
-                against,
-                sign="?",
-                metric=metric,
-                sesoi=0.0 if metric == "score" else SHARE,
-                confirmatory=place == 0 or question.form == "trade_off",
-            )
+            sesoi, is_main = 0.0 if metric == "score" else SHARE, place == 0 or question.form == "trade_off"
+            claim = f"{arm} {verb} {against}"
+            yield claimed(claim, arm, against, metric=metric, sesoi=sesoi, confirmatory=is_main)
 
 
 def _slope(arms: Sequence[str], levels: Sequence[Setting]) -> dict[str, float]:

@@ -36,7 +36,6 @@ from agentjet.research.diagnosis import MANY_FAILED, held_out_counts
 from agentjet.research.journal import JournalEntry, StudyFolder, StudyLog, write_whole
 from agentjet.research.models import (
     EXPECTED,
-    TIMES,
     VETOED,
     Arm,
     Finding,
@@ -49,7 +48,7 @@ from agentjet.research.models import (
     canonical,
 )
 from agentjet.research.question import answer
-from agentjet.research.scheduler import DIRECTIONAL, Spending, estimate_cost
+from agentjet.research.scheduler import AMOUNTS, DIRECTIONAL, Spending, amount, estimate_cost
 from agentjet.research.statistics import POWER, largest_unseen_rate, nominal_level, planned_power, welch
 from agentjet.types import beginning
 
@@ -162,8 +161,6 @@ UNEQUAL = 3.0
 """Ratio of deviations of two arms that strains the approximation of the boundary (see docs/research.md)."""
 FIFTH = 0.2
 """Share of the spread between seeds. With a smaller effect of interest, wrong verdicts are more frequent than alpha."""
-AMOUNTS = {"episodes": ("batch/episodes",), "tokens": ("batch/sampled_tokens",), "seconds": TIMES}
-"""Signals of which an amount of a run is the sum."""
 FAR_APART = 2
 """Ratio of the episodes a step of two arms from which a plan warns."""
 SIMULATED = {"alpha": 0.05, "claims": 10, "even": 0.06, "uneven": 0.1, "fine": 0.16, "share": FIFTH}
@@ -328,9 +325,7 @@ def arm_facts(arm: Arm, view: StudyView) -> Facts:
         "best": max(scores, default=None),
         "unseen": largest_unseen_rate(len(scores)) if scores and not ends["diverged"] else None,
         **{
-            name: math.fsum(value or 0.0 for run in signals for of in parts for value in run.get(of, ())) / len(signals)
-            if any(of in run for run in signals for of in parts)
-            else None
+            name: amount(signals, name) / len(signals) if any(of in run for run in signals for of in parts) else None
             for name, parts in AMOUNTS.items()
         },
         "runs": [one.name for one in confirming],

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise, product
-from math import ceil
+from math import ceil, fsum
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -41,11 +41,11 @@ from agentjet.research.diagnosis import (
 )
 from agentjet.research.journal import StudyLog
 from agentjet.research.models import (
+    TIMES,
     VETOED,
     Arm,
     Finding,
     Hypothesis,
-    Metric,
     Outcome,
     Phase,
     Setting,
@@ -108,6 +108,15 @@ def work_of(setting: Setting, steps: int) -> float:
     default = JobConfig.model_fields
     sizes = [number_of(setting, f"job.{name}", default[name].default) for name in ("batch_size", "group_size")]
     return number_of(setting, "steps", steps) * sizes[0] * sizes[1]
+
+
+AMOUNTS = {"episodes": ("batch/episodes",), "tokens": ("batch/sampled_tokens",), "seconds": TIMES}
+"""Signals of which an amount of a run is the sum."""
+
+
+def amount(runs: Iterable[Mapping[str, Sequence[float | None]]], of: str) -> float:
+    """Sum over the signals of runs: training episodes, sampled tokens of training, or seconds; 0 for steps."""
+    return fsum(value or 0.0 for run in runs for name in AMOUNTS.get(of, ()) for value in run.get(name, ()))
 
 
 def added_cost(reached: dict[str, float], trial: Trial) -> float:
@@ -233,187 +242,168 @@ FUTILITY = 0.1
 
 @dataclass
 class Evidence:
-    """Outcomes of the confirming trials by arm, in the order of their seeds."""
+    """The confirming trials of a study so far, and the findings that they gave."""
 
+    study: Study
     settings: Mapping[str, Setting]
+    """By arm, the setting that is judged. An arm that could not be tuned is missing."""
     outcomes: dict[str, list[Outcome]] = field(default_factory=dict)
-
-    def scores(self, arm: str, metric: Metric = "score") -> list[float]:
-        """Scores of all results, including diverged runs, or another metric of them."""
-        found = [outcome.measured(metric) for outcome in self.outcomes.get(arm, [])]
-        return [value for value in found if value is not None]
+    """By arm, in the order of the seeds, lost ones included."""
+    findings: dict[str, Finding] = field(default_factory=dict)
+    """By hypothesis."""
 
     def samples(self, hypothesis: Hypothesis) -> dict[str, list[float]]:
-        """The same of the arms of a claim."""
-        return {arm: self.scores(arm, hypothesis.metric) for arm in hypothesis.contrast}
+        """Scores of all results by arm, diverged runs included; or another metric of them."""
+        measured = {arm: [one.measured(hypothesis.metric) for one in self.runs(arm)] for arm in hypothesis.contrast}
+        return {arm: [value for value in values if value is not None] for arm, values in measured.items()}
 
-    def launched(self, arm: str) -> int:
-        """Number of seeds so far, including lost ones."""
-        return len(self.outcomes.get(arm, []))
+    def runs(self, *arms: str) -> list[Outcome]:
+        return [outcome for arm in arms for outcome in self.outcomes.get(arm, [])]
 
-    def trials(self, *arms: str) -> tuple[str, ...]:
-        return tuple(outcome.trial for arm in arms for outcome in self.outcomes.get(arm, []))
+    def open(self, vetoed: Set[str] = frozenset()) -> list[Hypothesis]:
+        """The hypotheses without a finding whose arms are tuned and not vetoed."""
+        arms = self.settings.keys() - vetoed
+        return [h for h in self.study.hypotheses if h.id not in self.findings and h.contrast.keys() <= arms]
+
+    def next_trials(self, hypotheses: list[Hypothesis], seeds: int) -> list[Trial]:
+        """The trials that bring every arm under test to `seeds` seeds.
+
+        The order of the arms is reversed with each seed, so that changes over time affect all arms alike.
+        """
+        asked = {name for hypothesis in hypotheses for name in hypothesis.contrast}
+        arms = [arm.name for arm in self.study.arms if arm.name in asked]
+        return [
+            Trial(self.study.id, arm, self.settings[arm], seed_of(self.study, "confirm", number), "confirm")
+            for number in range(seeds)
+            for arm in (reversed(arms) if number % 2 else arms)
+            if number >= len(self.runs(arm))
+        ]
+
+    def decide(self, hypotheses: list[Hypothesis]) -> None:
+        """Adds the decisions of this look. A decision raises the shares of the others, so the test repeats until none
+        is added.
+        """
+        while True:
+            news = [self.finding(h) for h in hypotheses if h.id not in self.findings]
+            decided = {found.hypothesis: found for found in news if found.verdict != "inconclusive"}
+            if not decided:
+                return
+            self.findings |= decided
+
+    def stop_for_futility(self, hypotheses: list[Hypothesis]) -> None:
+        """Closes hypotheses that even the whole alpha would hardly decide at the last look."""
+        study = self.study
+        for hypothesis in hypotheses:
+            samples = list(self.samples(hypothesis).values())
+            if hypothesis.id in self.findings or min(map(len, samples)) < MIN_SCORES:
+                continue
+            chance = predictive_power(
+                welch(*samples, weights=[*hypothesis.contrast.values()], least_spread=study.spread),
+                min(map(len, samples)),
+                study.looks[-1],
+                sesoi=hypothesis.sesoi or study.sesoi,
+                difference_level=nominal_level(study.looks, 2 * study.alpha),
+                equivalence_level=study.alpha,
+            )
+            if chance < FUTILITY:
+                reason = f"{study.looks[-1]} seeds would decide it with a chance of {chance:.0%} only"
+                self.findings[hypothesis.id] = self.finding(hypothesis, f"{reason}, so they were not run")
+
+    def shares(self) -> tuple[float, float]:
+        """Alpha of an open confirmatory hypothesis, in the family of differences and in that of equivalences."""
+        family = [h.id for h in self.study.hypotheses if h.confirmatory]
+        verdicts = [self.findings[name].verdict for name in family if name in self.findings]
+        called = sum(verdict in DIRECTIONAL for verdict in verdicts), verdicts.count("practically_equivalent")
+        difference, equivalence = (self.study.alpha / max(1, len(family) - number) for number in called)
+        return difference, equivalence
+
+    def finding(self, hypothesis: Hypothesis, reason: str = "") -> Finding:
+        """Reads the scores of one hypothesis, at the share that the earlier findings leave. An exploratory one is
+        tested at the full alpha and marked as exploratory.
+        """
+        study, arms, samples = self.study, [*hypothesis.contrast], self.samples(hypothesis)
+        chosen = {arm: dict(self.settings[arm]) for arm in arms if arm in self.settings}
+        every = self.runs(*arms)
+        trials = tuple(outcome.trial for outcome in every)
+        few, arm = min((len(sample), arm) for arm, sample in samples.items())
+        if few < MIN_SCORES:
+            reason = reason or f"{few} seeds of {arm!r} came back; at least {MIN_SCORES} per arm are required"
+            reason += self.lost_seeds(hypothesis)
+            return Finding(hypothesis.id, "inconclusive", reason, settings=chosen, trials=trials)
+        difference, equivalence = self.shares() if hypothesis.confirmatory else (study.alpha, study.alpha)
+        look = max(len(self.runs(arm)) for arm in arms)
+        is_last, untested = look >= study.looks[-1], all(nothing_to_learn(self.runs(arm), study.sesoi) for arm in arms)
+        all_scores = [score for outcome in every for score in (*outcome.curve, outcome.score) if score is not None]
+        reading = read(
+            *samples.values(),
+            weights=[*hypothesis.contrast.values()],
+            sesoi=hypothesis.sesoi or study.sesoi,
+            difference_level=nominal_level(study.looks, 2 * difference),  # two-sided, and one side can err
+            equivalence_level=equivalence if is_last and not untested else None,
+            different=min(different_runs(self.runs(arm)) for arm in arms) if hypothesis.metric == "score" else 1,
+            span=(min(all_scores), max(all_scores)),
+            spread=study.spread,
+        )
+        if reading.verdict == "inconclusive":
+            reason = reason or f"undecided at {'the last look' if is_last else 'this look'}"
+            reason += remarks(reading, untested=untested)
+        else:
+            reason = f"look at {look} seeds" + ("" if hypothesis.confirmatory else ", exploratory")
+            reason += UNSEEN if reading.p_value is None else ""
+        reason += self.lost_seeds(hypothesis) + self.repeated_episodes(hypothesis)
+        return Finding(hypothesis.id, reason=reason, **asdict(reading), seeds=few, settings=chosen, trials=trials)
+
+    def lost_seeds(self, hypothesis: Hypothesis) -> str:
+        """Lists seeds that the infrastructure lost for good."""
+        lost = {arm: sum(one.score is None for one in self.runs(arm)) for arm in hypothesis.contrast}
+        counts = [f"{count} of {arm!r}" for arm, count in lost.items() if count]
+        return f"; lost seeds: {', '.join(counts)}" if counts else ""
+
+    def repeated_episodes(self, hypothesis: Hypothesis) -> str:
+        """Lists arms with many failed held-out episodes, whose scores may come from a selection."""
+        shares = {arm: held_out_counts(self.runs(arm)).share for arm in hypothesis.contrast}
+        counts = [f"{share:.0%} of {arm!r}" for arm, share in shares.items() if share > MANY_FAILED]
+        return f"; failed and repeated held-out episodes: {', '.join(counts)}" if counts else ""
 
 
 def confirm(study: Study, settings: Mapping[str, Setting], launcher: TrialLauncher) -> list[Finding]:
-    """Returns one finding per hypothesis, in their order."""
-    launcher.log.decide("frozen", {name: dict(setting) for name, setting in sorted(settings.items())})
-    evidence = Evidence(settings)
-    findings: dict[str, Finding] = {}
+    """Returns one finding per hypothesis, in their order. Records each new one, so that it is visible before the study
+    ends.
+    """
+    log, evidence = launcher.log, Evidence(study, settings)
+    log.decide("frozen", {name: dict(setting) for name, setting in sorted(settings.items())})
     why, vetoed = "", set[str]()
+
+    def record() -> None:
+        for name in (h.id for h in study.hypotheses if h.id in evidence.findings):
+            log.decide(f"finding {name}", evidence.findings[name].to_json(), kind="finding")
+
     for seeds in study.looks:
-        still_open = [h for h in study.hypotheses if h.id not in findings and h.contrast.keys() <= settings.keys()]
-        vetoed |= launcher.vetoed(next_trials(study, evidence, still_open, seeds))
-        still_open = [h for h in still_open if not h.contrast.keys() & vetoed]
-        if not still_open:
+        vetoed |= launcher.vetoed(evidence.next_trials(evidence.open(), seeds))
+        if not (still_open := evidence.open(vetoed)):
             break
+        trials = evidence.next_trials(still_open, seeds)
         try:
-            extend(evidence, next_trials(study, evidence, still_open, seeds), launcher)
+            outcomes = launcher.run(trials)
         except OutOfBudget as refusal:
             why = str(refusal)
             break
-        decide_look(study, evidence, still_open, findings)
+        for trial, outcome in zip(trials, outcomes, strict=True):
+            evidence.outcomes.setdefault(trial.arm, []).append(outcome)
+        evidence.decide(still_open)
         if seeds < study.looks[-1]:
-            stop_for_futility(study, evidence, still_open, findings)
-        at_look = {h.id: findings.get(h.id) or finding(study, evidence, h, findings) for h in still_open}
-        launcher.log.decide(f"look {seeds}", {name: found.to_json() for name, found in at_look.items()})
-        record(study, findings, launcher)
+            evidence.stop_for_futility(still_open)
+        at_look = {h.id: evidence.findings.get(h.id) or evidence.finding(h) for h in still_open}
+        log.decide(f"look {seeds}", {name: found.to_json() for name, found in at_look.items()})
+        record()
     for hypothesis in study.hypotheses:
-        if hypothesis.id in findings:
-            continue
-        tuned = hypothesis.contrast.keys() <= settings.keys()
-        reason = why if tuned else "the budget was too small to tune all its arms"
-        if hypothesis.contrast.keys() & vetoed:
-            reason = VETOED
-        findings[hypothesis.id] = finding(study, evidence, hypothesis, findings, reason)
-    record(study, findings, launcher)
-    return [findings[hypothesis.id] for hypothesis in study.hypotheses]
-
-
-def record(study: Study, findings: Mapping[str, Finding], launcher: TrialLauncher) -> None:
-    """Records each new finding, so that it is visible before the study ends."""
-    for hypothesis in study.hypotheses:
-        if hypothesis.id in findings:
-            launcher.log.decide(f"finding {hypothesis.id}", findings[hypothesis.id].to_json(), kind="finding")
-
-
-def next_trials(study: Study, evidence: Evidence, hypotheses: list[Hypothesis], seeds: int) -> list[Trial]:
-    """The trials that bring every arm under test to `seeds` seeds.
-
-    The order of the arms is reversed with each seed, so that changes over time affect all arms alike.
-    """
-    asked = {name for hypothesis in hypotheses for name in hypothesis.contrast}
-    arms = [arm.name for arm in study.arms if arm.name in asked]
-    return [
-        Trial(study.id, arm, evidence.settings[arm], seed_of(study, "confirm", number), "confirm")
-        for number in range(seeds)
-        for arm in (reversed(arms) if number % 2 else arms)
-        if number >= evidence.launched(arm)
-    ]
-
-
-def extend(evidence: Evidence, trials: list[Trial], launcher: TrialLauncher) -> None:
-    """Raises `OutOfBudget` before the first launch."""
-    for trial, outcome in zip(trials, launcher.run(trials), strict=True):
-        evidence.outcomes.setdefault(trial.arm, []).append(outcome)
-
-
-def decide_look(study: Study, evidence: Evidence, hypotheses: list[Hypothesis], findings: dict[str, Finding]) -> None:
-    """Adds the decisions of this look. A decision raises the shares of the others, so the test repeats until none is
-    added.
-    """
-    while True:
-        news = [finding(study, evidence, h, findings) for h in hypotheses if h.id not in findings]
-        decided = [found for found in news if found.verdict != "inconclusive"]
-        if not decided:
-            return
-        findings.update({found.hypothesis: found for found in decided})
-
-
-def stop_for_futility(
-    study: Study, evidence: Evidence, hypotheses: list[Hypothesis], findings: dict[str, Finding]
-) -> None:
-    """Closes hypotheses that even the whole alpha would hardly decide at the last look."""
-    for hypothesis in hypotheses:
-        samples = list(evidence.samples(hypothesis).values())
-        if hypothesis.id in findings or min(map(len, samples)) < MIN_SCORES:
-            continue
-        chance = predictive_power(
-            welch(*samples, weights=[*hypothesis.contrast.values()], least_spread=study.spread),
-            min(map(len, samples)),
-            study.looks[-1],
-            sesoi=hypothesis.sesoi or study.sesoi,
-            difference_level=nominal_level(study.looks, 2 * study.alpha),
-            equivalence_level=study.alpha,
-        )
-        if chance < FUTILITY:
-            reason = f"{study.looks[-1]} seeds would decide it with a chance of {chance:.0%} only, so they were not run"
-            findings[hypothesis.id] = finding(study, evidence, hypothesis, findings, reason)
-
-
-@dataclass(frozen=True, slots=True)
-class Shares:
-    """Alpha of an open confirmatory hypothesis, in each of the two families."""
-
-    difference: float
-    equivalence: float
-
-
-def open_shares(study: Study, findings: Mapping[str, Finding]) -> Shares:
-    family = [h.id for h in study.hypotheses if h.confirmatory]
-    verdicts = [findings[name].verdict for name in family if name in findings]
-    called = sum(verdict in DIRECTIONAL for verdict in verdicts)
-    equivalent = verdicts.count("practically_equivalent")
-    return Shares(
-        study.alpha / max(1, len(family) - called),
-        study.alpha / max(1, len(family) - equivalent),
-    )
-
-
-def finding(
-    study: Study, evidence: Evidence, hypothesis: Hypothesis, findings: Mapping[str, Finding], reason: str = ""
-) -> Finding:
-    """Reads the scores of one hypothesis, at the share that the earlier findings leave. An exploratory one is tested at
-    the full alpha and marked as exploratory.
-    """
-    arms = [*hypothesis.contrast]
-    samples = evidence.samples(hypothesis)
-    chosen = {arm: dict(evidence.settings[arm]) for arm in arms if arm in evidence.settings}
-    trials = evidence.trials(*arms)
-    few, arm = min((len(sample), arm) for arm, sample in samples.items())
-    if few < MIN_SCORES:
-        reason = reason or f"{few} seeds of {arm!r} came back; at least {MIN_SCORES} per arm are required"
-        reason += lost_seeds(evidence, hypothesis)
-        return Finding(hypothesis.id, "inconclusive", reason, settings=chosen, trials=trials)
-    shares = open_shares(study, findings) if hypothesis.confirmatory else Shares(study.alpha, study.alpha)
-    look = max(map(evidence.launched, arms))
-    untested = all(nothing_to_learn(evidence.outcomes[arm], study.sesoi) for arm in arms)
-    every = [outcome for arm in arms for outcome in evidence.outcomes[arm]]
-    all_scores = [score for outcome in every for score in (*outcome.curve, outcome.score) if score is not None]
-    reading = read(
-        *samples.values(),
-        weights=[*hypothesis.contrast.values()],
-        sesoi=hypothesis.sesoi or study.sesoi,
-        difference_level=nominal_level(study.looks, 2 * shares.difference),  # two-sided, and one side can err
-        equivalence_level=shares.equivalence if look >= study.looks[-1] and not untested else None,
-        different=min(different_runs(evidence.outcomes[arm]) for arm in arms) if hypothesis.metric == "score" else 1,
-        span=(min(all_scores), max(all_scores)),
-        spread=study.spread,
-    )
-    if reading.verdict == "inconclusive":
-        reason = reason or f"undecided at {'the last look' if look >= study.looks[-1] else 'this look'}"
-        reason += remarks(reading, untested=untested)
-    else:
-        reason = f"look at {look} seeds" + ("" if hypothesis.confirmatory else ", exploratory")
-        reason += UNSEEN if reading.p_value is None else ""
-    return Finding(
-        hypothesis.id,
-        reason=reason + lost_seeds(evidence, hypothesis) + repeated_episodes(evidence, hypothesis),
-        **asdict(reading),
-        seeds=few,
-        settings=chosen,
-        trials=trials,
-    )
+        if hypothesis.id not in evidence.findings:
+            tuned = hypothesis.contrast.keys() <= settings.keys()
+            reason = why if tuned else "the budget was too small to tune all its arms"
+            reason = VETOED if hypothesis.contrast.keys() & vetoed else reason
+            evidence.findings[hypothesis.id] = evidence.finding(hypothesis, reason)
+    record()
+    return [evidence.findings[hypothesis.id] for hypothesis in study.hypotheses]
 
 
 def nothing_to_learn(outcomes: list[Outcome], sesoi: float) -> bool:
@@ -454,20 +444,6 @@ def remarks(reading: LookResult, *, untested: bool) -> str:
     if untested:
         text += "; neither arm had anything to learn from, so equal scores are not evidence"
     return text
-
-
-def lost_seeds(evidence: Evidence, hypothesis: Hypothesis) -> str:
-    """Lists seeds that the infrastructure lost for good."""
-    lost = {arm: evidence.launched(arm) - len(evidence.scores(arm)) for arm in hypothesis.contrast}
-    counts = [f"{count} of {arm!r}" for arm, count in lost.items() if count]
-    return f"; lost seeds: {', '.join(counts)}" if counts else ""
-
-
-def repeated_episodes(evidence: Evidence, hypothesis: Hypothesis) -> str:
-    """Lists arms with many failed held-out episodes, whose scores may come from a selection."""
-    shares = {arm: held_out_counts(evidence.outcomes[arm]).share for arm in hypothesis.contrast}
-    counts = [f"{share:.0%} of {arm!r}" for arm, share in shares.items() if share > MANY_FAILED]
-    return f"; failed and repeated held-out episodes: {', '.join(counts)}" if counts else ""
 
 
 # ---- tuning, and the whole schedule ----------------------------------------------------------------------------------

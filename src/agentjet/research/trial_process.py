@@ -615,19 +615,8 @@ async def carry_out(order: TrialOrder) -> None:
     """Writes the outcome to a file. Raises `ConfigError`."""
     subject = order.subject
     subject.check_code()
-    arm_order = ArmOrder(
-        subject.agent_of(order.trial.arm),
-        subject.tasks,
-        order.address,
-        subject.concurrency,
-        subject.reward,
-        str(Path(order.run) / "home"),
-        subject.readable,
-        order.unsafe,
-        subject.num_tasks,
-        subject.task_order,
-        subject.deployed,
-    )
+    home = Path(order.run) / "home"
+    arm_order = ArmOrder.of(subject, order.address, home, arm=order.trial.arm, unsafe=order.unsafe)
     async with AsyncSwarm(order.address.url, order.address.token) as swarm:
         try:
             async with arm_process.started(arm_order) as arm:

@@ -38,7 +38,6 @@ from agentjet.research.campaign.runs import (
     Question,
     RunObservation,
     StudyRuns,
-    amount,
     seed_of,
 )
 from agentjet.research.campaign.strategist import (
@@ -66,7 +65,7 @@ from agentjet.research.models import (
 )
 from agentjet.research.question import answer
 from agentjet.research.report import StudyView, plan_page
-from agentjet.research.scheduler import DIRECTIONAL, TrialLauncher, TrialRunner, conduct, estimate_cost
+from agentjet.research.scheduler import DIRECTIONAL, TrialLauncher, TrialRunner, amount, conduct, estimate_cost
 from agentjet.research.statistics import variance
 
 # ---- the campaign ----------------------------------------------------------------------------------------------------

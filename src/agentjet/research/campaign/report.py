@@ -13,11 +13,11 @@ from typing import Any
 from agentjet.errors import ConfigError
 from agentjet.research import report
 from agentjet.research.campaign.campaign import PROMISING
-from agentjet.research.campaign.runs import amount
 from agentjet.research.campaign.strategist import WORTH
 from agentjet.research.journal import NOTEBOOK, JournalEntry, Notebook, StudyLog, described, proposer_of
 from agentjet.research.models import Outcome, Study, Trial, refuse, shortened
 from agentjet.research.report import Facts, Launched, StudyView, number, trial_facts
+from agentjet.research.scheduler import amount
 
 KNOWN_AS = {
     "llm": "a language model or the record of one (llm)",

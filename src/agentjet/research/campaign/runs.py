@@ -13,7 +13,7 @@ import hashlib
 import math
 import re
 import sqlite3
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from types import MappingProxyType
@@ -26,7 +26,7 @@ from agentjet.research.campaign.strategist import causes, facts_of, signs
 from agentjet.research.campaign.subject_repo import METRIC
 from agentjet.research.journal import HUMAN, JournalEntry, Notebook
 from agentjet.research.models import MEASURED, Equal, Outcome, Record, Setting, Trial, hash_of, refuse
-from agentjet.research.scheduler import MAX_ATTEMPTS, TrialRunner, added_cost, launch_key
+from agentjet.research.scheduler import AMOUNTS, MAX_ATTEMPTS, TrialRunner, added_cost, amount, launch_key
 from agentjet.research.swarm_runner import ServerUnavailable
 
 SHORT = 1 / 3
@@ -39,12 +39,6 @@ PATIENCE = 7 * 86400.0
 """Seconds without a server after which the campaign stops, to be resumed."""
 PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENOMEM, errno.EAGAIN, errno.EMFILE)
 """Errors of the system that may pass: a full disk, no memory."""
-AMOUNTS: Mapping[str, tuple[str, ...]] = {
-    "episodes": ("batch/episodes",),
-    "tokens": ("batch/sampled_tokens",),
-    "seconds": ("time/sample", "time/wait", "time/learn"),
-}
-"""Signals that add up to an amount."""
 LONGEST_RUN = 4
 """Maximum steps of a full run, in those of the subject as given, if arms learn from equal tokens or for equal times."""
 MAX_BUDGET = 1_000_000
@@ -471,12 +465,3 @@ class StudyRuns:
                 break
             self.repeated += bool(outcome.curve)
         return outcome
-
-
-Signals = Mapping[str, Sequence[float | None]]
-
-
-def amount(runs: Iterable[Signals], of: str) -> float:
-    """Sum over runs of training episodes, of sampled tokens of training, or of seconds; 0 for steps."""
-    values = [value for signals in runs for name in AMOUNTS.get(of, ()) for value in signals.get(name, ())]
-    return math.fsum(value for value in values if value is not None)

@@ -52,6 +52,7 @@ from agentjet.research.models import (
     refuse,
     unknown_key,
 )
+from agentjet.research.scheduler import work_of
 from agentjet.research.swarm_runner import check_changes
 from agentjet.research.trial_process import TaskJudge
 from agentjet.types import Task
@@ -145,17 +146,7 @@ def steps_as(given: Subject, first: Subject) -> int:
     """Steps of a full run, so that it learns from as many episodes as one of the first commit."""
     if first.equal == "steps":
         return first.steps
-    return max(1, round(first.steps * episodes(first) / episodes(given)))
-
-
-def episodes(given: Subject) -> float:
-    """Training episodes of a batch."""
-    return number(given.settings, "job.batch_size", 8) * number(given.settings, "job.group_size", 8)
-
-
-def number(settings: Setting, name: str, default: float) -> float:
-    value = settings.get(name, default)
-    return value if isinstance(value, int | float) else default
+    return max(1, round(work_of(first.settings, first.steps) / work_of(given.settings, 1)))
 
 
 def keys_of(given: Subject) -> dict[str, Any]:
@@ -519,19 +510,9 @@ class SubjectRepo:
             raise Refused(f"it does not load: {error}") from None
 
     def _order(self, subject: Subject, name: str) -> ArmOrder:
-        home = str(self.folder / "homes" / name)
         nowhere = Address("http://127.0.0.1:9", "")
-        return ArmOrder(
-            subject.agent,
-            subject.tasks,
-            nowhere,
-            1,
-            subject.reward,
-            home,
-            subject.readable,
-            self._unsafe,
-            deployed=subject.deployed,
-        )
+        subject = replace(subject, concurrency=1)
+        return ArmOrder.of(subject, nowhere, self.folder / "homes" / name, unsafe=self._unsafe)
 
     # ---- git ---------------------------------------------------------------------------------------------------------
 
