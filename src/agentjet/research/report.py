@@ -93,9 +93,8 @@ class StudyView:
     @cached_property
     def findings(self) -> dict[str, Finding]:
         """By hypothesis; open ones are missing."""
-        names = {hypothesis.id: f"finding {hypothesis.id}" for hypothesis in self.study.hypotheses}
-        known = self.log.decisions
-        return {key: Finding.from_json(known[name]) for key, name in names.items() if name in known}
+        known = {each.id: self.log.decisions.get(f"finding {each.id}") for each in self.study.hypotheses}
+        return {name: Finding.from_json(content) for name, content in known.items() if content}
 
     def looks(self, hypothesis: str) -> list[Finding]:
         """Its finding at each look, up to the look that closed it."""
@@ -112,9 +111,7 @@ class StudyView:
     def stage(self) -> Stage:
         if len(self.findings) == len(self.study.hypotheses):
             return "finished"
-        if "frozen" in self.log.decisions:
-            return "confirming"
-        return "exploring" if self.launched else "planned"
+        return "confirming" if "frozen" in self.log.decisions else "exploring" if self.launched else "planned"
 
     @cached_property
     def spending(self) -> Spending:
@@ -132,11 +129,8 @@ class StudyView:
 
     def curves(self, arm: str) -> list[tuple[float, ...]]:
         """Curves of the confirming runs that have a score."""
-        return [
-            one.outcome.curve
-            for one in self.confirming(arm)
-            if one.outcome and one.outcome.curve and one.score is not None
-        ]
+        ended = [one.outcome for one in self.confirming(arm) if one.outcome and one.score is not None]
+        return [outcome.curve for outcome in ended if outcome.curve]
 
     def scores(self, arm: str) -> list[float]:
         """Final scores of the confirming runs."""
@@ -372,19 +366,17 @@ def deviations(view: StudyView, arms: Sequence[Facts]) -> Iterator[str]:
             f"Tuning did not drop settings at {rung:.0%} of a run, because the early ranks of the arm that was tuned "
             "first did not predict the final ones."
         )
-    again = [one for one in view.launched if one.attempts > 1]
-    if again:
+    if again := [one for one in view.launched if one.attempts > 1]:
         more = sum(one.attempts - 1 for one in again)
         yield (
             f"{len(again)} trials were lost by the infrastructure and launched again with their seed, in {more} more "
             f"launches. They cost {view.spending.repeated:g} full runs and are not evidence."
         )
-    for arm in arms:
-        if arm["lost"]:
-            yield (
-                f"{arm['lost']} of {len(arm['runs'])} confirming trials of “{arm['name']}” were lost for all attempts, "
-                "so its scores lack them. If losses depend on how the trials ran, the remaining scores flatter the arm."
-            )
+    for arm in (arm for arm in arms if arm["lost"]):
+        yield (
+            f"{arm['lost']} of {len(arm['runs'])} confirming trials of “{arm['name']}” were lost for all attempts, so "
+            "its scores lack them. If losses depend on how the trials ran, the remaining scores flatter the arm."
+        )
     if view.stage != "finished":
         yield "The study is not finished."
 
@@ -407,17 +399,14 @@ def limitations(view: StudyView, arms: Sequence[Facts]) -> Iterator[str]:
     for arm in study.arms:
         plays = held_out_counts(one.outcome for one in view.confirming(arm.name) if one.outcome)
         if plays.failed:
-            many = (
-                " That is so many that the scores may come from a selection: give failing episodes a reward, and plan "
-                "a new study."
-            )
+            many = " That is so many that the scores may come from a selection: give failing episodes a reward, and "
+            many = f"{many}plan a new study." if plays.share > MANY_FAILED else ""
             yield (
                 f"{plays.failed} of {plays.num} held-out episodes of “{arm.name}” failed ({plays.share:.1%}). Each was "
-                f"repeated, so its scores are of episodes that did not fail.{many if plays.share > MANY_FAILED else ''}"
+                f"repeated, so its scores are of episodes that did not fail.{many}"
             )
     trials = [one for one in view.launched if one.trial.phase == "confirm"]
-    ill = sum(one.trial.id in view.log.diagnoses for one in trials)
-    if ill:
+    if ill := sum(one.trial.id in view.log.diagnoses for one in trials):
         yield f"{ill} of {len(trials)} confirming trials have a diagnosis. Their scores count nevertheless."
     for one in arms:
         if one["unseen"] is not None:
@@ -630,14 +619,8 @@ FILTERS: Mapping[str, Callable[..., Any]] = {
 
 @cache
 def templates() -> Environment:
-    environment = Environment(
-        loader=FileSystemLoader(TEMPLATES),
-        finalize=printed,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        autoescape=False,
-    )
+    options: Any = {"undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True, "autoescape": False}
+    environment = Environment(loader=FileSystemLoader(TEMPLATES), finalize=printed, **options)
     environment.filters |= FILTERS
     return environment
 
@@ -711,14 +694,8 @@ def plan_page(study: Study) -> str:
     """The page of a study before its data."""
     log = StudyLog()
     log.open_study(study)
-    known = {
-        "cost": estimate_cost(study),
-        "power": [*power_facts(study)],
-        "chance": POWER,
-        "warnings": [*batch_warnings(study)],
-        "figures": {},
-    }
-    return markdown("study.md.jinja", {**gather(StudyView(log)), **known})
+    known = {"cost": estimate_cost(study), "power": [*power_facts(study)], "chance": POWER, "figures": {}}
+    return markdown("study.md.jinja", {**gather(StudyView(log)), **known, "warnings": [*batch_warnings(study)]})
 
 
 def power_facts(study: Study) -> Iterator[Facts]:
@@ -745,11 +722,9 @@ def check(path: Path, log: StudyLog, more: Mapping[str, Any] = {}) -> list[str]:
         found = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}; name a report that is there") from None
-    lines: Sequence[tuple[str, str]] = [
-        *zip_longest(render(log, more)[kinds[path.suffix]].splitlines(), found.splitlines(), fillvalue="")
-    ]
+    made = render(log, more)[kinds[path.suffix]].splitlines()
     return [
         f"line {number}: {there[:LONGEST]!r} stands where the journal gives {line[:LONGEST]!r}"
-        for number, (line, there) in enumerate(lines, start=1)
+        for number, (line, there) in enumerate(zip_longest(made, found.splitlines(), fillvalue=""), start=1)
         if line != there
     ][:MOST_PROBLEMS]
