@@ -54,7 +54,7 @@ def research(*arguments: object) -> str:
             ["--topic", "Is rloo better?", "--tune", "model=a"],
             "--tune model=a: numbers of a setting of the job are tuned",
         ),
-        (["--topic", "Is rloo better?", "--budget", "20runs"], "start again with --yes to run this plan"),
+        (["--topic", "Is rloo better?", "--budget", "20runs"], "plan.md: start again with --yes to run it"),
         (
             [
                 "--topic",
@@ -292,7 +292,8 @@ def test_messages_wait_for_the_campaign(tmp_path: Path) -> None:
     write_campaign(campaign, Budget(runs=20.0))
     with Notebook(campaign) as notebook:
         assert "reads it before its next runs" in research("note", campaign, "look at the prompt")
-        assert "reads it before its next runs" in research("veto", campaign, "warmer sampling")
+        said = research("veto", campaign, "warmer sampling")
+        assert "reads it before its next runs" in said and "no arm has the name 'warmer sampling' so far" in said
         [note, veto] = notebook.inbox.waiting().values()
         assert (note.text, veto.kind, veto.text) == ("look at the prompt", "veto", "warmer sampling")
         again = research("resume", campaign, "--unsafe")
