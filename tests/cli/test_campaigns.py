@@ -272,6 +272,8 @@ def write_campaign(folder: Path, budget: Budget, *kinds: str) -> None:
         ("ended", ["note", "FOLDER", "x"], "the campaign has ended: first use agentjet research reopen"),
         ("ended", ["reopen", "FOLDER", "--add", "3h"], "is in runs: give runs, such as 20runs"),
         ("full", ["note", "FOLDER", "x"], "File exists: nothing was sent"),
+        ("killed", ["resume", "FOLDER"], "the campaign had not begun: remove the folder, and start it again"),
+        ("planned", ["run", "FOLDER"], "has a plan that was not run: start again"),
     ],
 )
 def test_messages_that_do_not_fit(folder: str, arguments: list[str], message: str, tmp_path: Path) -> None:
@@ -281,6 +283,9 @@ def test_messages_that_do_not_fit(folder: str, arguments: list[str], message: st
             (tmp_path / folder / "source.json").write_text("{}") if folder == "new" else None
     elif folder != "none":
         write_campaign(tmp_path / folder, Budget(hours=9.0) if folder == "hours" else Budget(runs=20.0), *kinds)
+    if folder in ("planned", "killed"):
+        (tmp_path / folder / "notebook.sqlite").unlink()
+        Notebook(tmp_path / folder).close() if folder == "killed" else None
     if folder == "full":
         (tmp_path / folder / "inbox").write_text("in the way")
     assert message in research(*(str(tmp_path / folder) if word == "FOLDER" else word for word in arguments))

@@ -200,6 +200,8 @@ def run(folder: Folder, servers: Servers) -> None:
 
     if (folder / NOTEBOOK).exists():
         raise ConfigError(f"{folder} is a campaign: continue it with agentjet research resume {folder}")
+    if (folder / SOURCE).exists():
+        raise ConfigError(f"{folder} has a plan that was not run: start again with agentjet research start ... --yes")
     slots = servers.slots()
     if servers.server:
         check_arms(StudyFolder(folder).study())
