@@ -54,7 +54,7 @@ def research(*arguments: object) -> str:
             ["--topic", "Is rloo better?", "--tune", "model=a"],
             "--tune model=a: numbers of a setting of the job are tuned",
         ),
-        (["--topic", "Is rloo better?", "--budget", "20runs"], "start again with --yes to run this plan"),
+        (["--topic", "Is rloo better?", "--budget", "20runs"], "plan.md: start again with --yes to run it"),
         (
             [
                 "--topic",
@@ -272,6 +272,8 @@ def write_campaign(folder: Path, budget: Budget, *kinds: str) -> None:
         ("ended", ["note", "FOLDER", "x"], "the campaign has ended: first use agentjet research reopen"),
         ("ended", ["reopen", "FOLDER", "--add", "3h"], "is in runs: give runs, such as 20runs"),
         ("full", ["note", "FOLDER", "x"], "File exists: nothing was sent"),
+        ("killed", ["resume", "FOLDER"], "the campaign had not begun: remove the folder, and start it again"),
+        ("planned", ["run", "FOLDER"], "has a plan that was not run: start again"),
     ],
 )
 def test_messages_that_do_not_fit(folder: str, arguments: list[str], message: str, tmp_path: Path) -> None:
@@ -281,6 +283,9 @@ def test_messages_that_do_not_fit(folder: str, arguments: list[str], message: st
             (tmp_path / folder / "source.json").write_text("{}") if folder == "new" else None
     elif folder != "none":
         write_campaign(tmp_path / folder, Budget(hours=9.0) if folder == "hours" else Budget(runs=20.0), *kinds)
+    if folder in ("planned", "killed"):
+        (tmp_path / folder / "notebook.sqlite").unlink()
+        Notebook(tmp_path / folder).close() if folder == "killed" else None
     if folder == "full":
         (tmp_path / folder / "inbox").write_text("in the way")
     assert message in research(*(str(tmp_path / folder) if word == "FOLDER" else word for word in arguments))
@@ -292,7 +297,8 @@ def test_messages_wait_for_the_campaign(tmp_path: Path) -> None:
     write_campaign(campaign, Budget(runs=20.0))
     with Notebook(campaign) as notebook:
         assert "reads it before its next runs" in research("note", campaign, "look at the prompt")
-        assert "reads it before its next runs" in research("veto", campaign, "warmer sampling")
+        said = research("veto", campaign, "warmer sampling")
+        assert "reads it before its next runs" in said and "no arm has the name 'warmer sampling' so far" in said
         [note, veto] = notebook.inbox.waiting().values()
         assert (note.text, veto.kind, veto.text) == ("look at the prompt", "veto", "warmer sampling")
         again = research("resume", campaign, "--unsafe")

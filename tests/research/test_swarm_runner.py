@@ -70,7 +70,7 @@ def completing(run: Path, settings: Setting) -> None:
 def dying(run: Path, settings: Setting) -> None:
     """The run of `k-1` ends, while half of the episodes do not come back."""
     signals = {"batch/episodes": (8.0,) * 3, "episodes/aborted": (9.0,) * 3, "episodes/expired": (0.0,) * 3}
-    ended = Outcome(TRIAL.id, "completed", 0.5, signals=signals)
+    ended = Outcome(TRIAL.id, "completed", 0.5, signals=signals, note="the reason of most: ValueError: no such room")
     (run.parent.parent / "launches" / "k-1" / "draft.json").write_text(canonical(ended.to_json()))
 
 
@@ -97,7 +97,9 @@ def test_a_run_whose_environment_died_is_lost_before_anybody_hears_of_it(tmp_pat
     slot = FakeSlot(before=dying)
     with SwarmRunner(SUBJECT, tmp_path, [slot]) as runner:
         runner.launch("k-1", TRIAL)
-        with pytest.raises(ConfigError, match=r"does not count.* dead_environment: .* did not come back"):
+        with pytest.raises(
+            ConfigError, match=r"does not count.* dead_environment: .* did not come back; .*no such room"
+        ):
             runner.collect("k-1")
     assert len(list((tmp_path / "launches" / "k-1").glob("lost-*/trace"))) == 1
     complete_one(tmp_path)
@@ -320,8 +322,7 @@ def test_seconds_are_compared_on_machines_of_one_kind(
         may_end.set()
 
     def machines(slots: list[FakeSlot], *seeds: int) -> set[str]:
-        with SwarmRunner(SUBJECT, tmp_path, slots, notify) as runner:
-            runner.equal_machines = equal
+        with SwarmRunner(SUBJECT, tmp_path, slots, notify, equal_machines=equal) as runner:
             for seed in seeds:
                 runner.launch(f"k-{seed}", replace(TRIAL, seed=seed))
             return {runner.collect(f"k-{seed}").machine["hardware"] for seed in seeds}
@@ -423,7 +424,30 @@ class Diverging:
         raise ArmFailed("64 episodes in a row failed")
 
     async def events(self) -> AsyncIterator[Event]:
+        for reason in ("KeyError: 'room'", "ValueError: no", "KeyError: 'room'"):
+            yield Event(seq=0, kind="episode", time=0.0, body={"status": "aborted", "reason": reason})
         yield Event(seq=1, kind="step", time=0.0, body={"policy_version": 1, "metrics": self.metrics})
+
+
+def diverging(folder: Path, metrics: dict[str, float], version: int = 0) -> TrialProcess:
+    (folder / "tasks.jsonl").write_text('{"id": "t"}\n')
+    tasks = str(folder / "tasks.jsonl")
+    subject = replace(SUBJECT, tasks=tasks, held_out=tasks, floor=-3.0)
+    (folder / "run").mkdir()
+    order = TrialOrder(TRIAL, subject, Address("http://127.0.0.1:9", "x"), str(folder / "run"), str(folder / "answer"))
+    both = Diverging(metrics)
+    both.version = version
+    return TrialProcess(order, cast(AsyncSwarm, both), cast(ArmClient, both))
+
+
+@pytest.mark.parametrize(("aborted", "reason"), [(9.0, "the reason of most: KeyError: 'room'"), (1.0, "")])
+def test_an_environment_that_dies_says_why(tmp_path: Path, aborted: float, reason: str) -> None:
+    """A few episodes that are lost need no remark."""
+    metrics = {"batch/episodes": 8.0, "episodes/aborted": aborted, "episodes/expired": 0.0}
+    trial = diverging(tmp_path, metrics, version=3)
+    trial._record.add_metrics(dict.fromkeys((2, 3), metrics))
+    asyncio.run(trial._catch_up())
+    assert trial._outcome("completed", 0.5).note == reason
 
 
 @pytest.mark.parametrize(
@@ -436,15 +460,7 @@ class Diverging:
     ],
 )
 def test_a_policy_that_diverges_is_a_result(tmp_path: Path, metrics: dict[str, float], end: str) -> None:
-    (tmp_path / "tasks.jsonl").write_text('{"id": "t"}\n')
-    tasks = str(tmp_path / "tasks.jsonl")
-    subject = replace(SUBJECT, tasks=tasks, held_out=tasks, floor=-3.0)
-    (tmp_path / "run").mkdir()
-    order = TrialOrder(
-        TRIAL, subject, Address("http://127.0.0.1:9", "x"), str(tmp_path / "run"), str(tmp_path / "answer")
-    )
-    both = Diverging(metrics)
-    outcome = asyncio.run(TrialProcess(order, cast(AsyncSwarm, both), cast(ArmClient, both)).run())
+    outcome = asyncio.run(diverging(tmp_path, metrics).run())
     assert (outcome.end, outcome.score) == (end, -3.0 if end == "diverged" else None)
     assert outcome.note == "64 episodes in a row failed"
 

@@ -24,7 +24,7 @@ from typer import Argument, Option
 
 from agentjet.cli import Json, example, load_example, new_path
 from agentjet.cli.trial_servers import Local, Servers, check_arms, local_slots
-from agentjet.errors import ConfigError
+from agentjet.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
     from agentjet.research.campaign.runs import Question
@@ -199,6 +199,8 @@ def run(folder: Folder, servers: Servers) -> None:
 
     if (folder / NOTEBOOK).exists():
         raise ConfigError(f"{folder} is a campaign: continue it with agentjet research resume {folder}")
+    if (folder / SOURCE).exists():
+        raise ConfigError(f"{folder} has a plan that was not run: start again with agentjet research start ... --yes")
     slots = servers.slots()
     if servers.server:
         check_arms(StudyFolder(folder).study())
@@ -222,10 +224,9 @@ def carry_out(folder: Path, slots: Sequence[ServerSlot]) -> None:
         with (
             raise_on_signals(),
             StudyLog(files.journal) as journal,
-            SwarmRunner(study.subject, folder, slots, typer.echo) as runner,
+            SwarmRunner(study.subject, folder, slots, typer.echo, equal_machines=study.measures_seconds) as runner,
         ):
             journal.notify = console(typer.echo, journal)
-            runner.equal_machines = study.measures_seconds
             conduct(study, journal, runner)
         written = build(journal, folder)
     except KeyboardInterrupt:
@@ -547,7 +548,9 @@ def start(
     write_plan(out, study, page)
     typer.echo(page)
     if not yes and not (sys.stdin.isatty() and typer.confirm("Run this plan?")):
-        raise ConfigError("nothing was run: start again with --yes to run this plan, or ask with other words")
+        raise ConfigError(
+            f"nothing was run; the plan is {out / 'plan.md'}: start again with --yes to run it, or ask with other words"
+        )
     conduct(out, slots, asked, question, plan, unsafe=unsafe)
 
 
@@ -593,6 +596,9 @@ def send(folder: Path, kind: Literal["note", "veto", "budget", "reopen"], text: 
     message = HumanMessage(kind, text, **{unit: amount for unit, amount in given.items() if amount})
     with Notebook(folder, writer=False) as notebook:
         notebook.check(message)
+        if kind == "veto" and text.strip() not in (named := notebook.names()):
+            hint = did_you_mean(text, named, "one that gets it later will be excluded")
+            typer.echo(f"note: no proposal and no arm has the name {text.strip()!r} so far: {hint}")
         try:
             notebook.inbox.put(message)
         except OSError as error:
@@ -653,30 +659,30 @@ def conduct(
         if line := line_of(entry):
             typer.echo(repo.as_given(line))
 
+    reason = missing()
+    limits = [f"{UNSANDBOXED}{reason}"] if reason else []
+    limits += filter(None, (getattr(proposer, "limit", "") for proposer in proposers))
+    for limit in limits:
+        typer.echo(f"note: {limit}")
+
     try:
-        with (
-            raise_on_signals(),
-            Notebook(folder, notify=tell) as notebook,
-            SwarmRunner(repo.subject_of, folder, slots, typer.echo, unsafe=unsafe) as runner,
-        ):
-            limits = [
-                *((f"{UNSANDBOXED}{reason}",) if (reason := missing()) else ()),
-                *filter(None, (getattr(p, "limit", "") for p in proposers)),
-            ]
-            for limit in limits:
-                typer.echo(f"note: {limit}")
-            asked = question or Question.from_json(notebook.entries[0].content["question"])
-            planned = notebook.entries[0].content.get("planned") if notebook.entries else None
-            runner.equal_machines = compares_seconds(asked, plan or planned)
+        with raise_on_signals(), Notebook(folder, notify=tell) as notebook:
+            begun = notebook.entries[0].content if notebook.entries else {}
+            if question is None and not begun:
+                raise ConfigError(f"{folder}: the campaign had not begun: remove the folder, and start it again")
+            asked = question or Question.from_json(begun["question"])
+            equal = compares_seconds(asked, plan or begun.get("planned"))
             if ended := notebook.over():
                 tell(ended)
             else:
                 check_sandbox(unsafe)
                 typer.echo(f"What happens stands in {folder / PAGE}.")
-            asking = [*proposers, Strategist()]
-            campaign = Campaign(asked, notebook, repo, runner, asking, limits=limits, planned=plan)
-            with LivePage(notebook, runner.running, repo.as_given):
-                ending = campaign.run()
+            with (
+                SwarmRunner(repo.subject_of, folder, slots, typer.echo, unsafe=unsafe, equal_machines=equal) as runner,
+                LivePage(notebook, runner.running, repo.as_given),
+            ):
+                asking = [*proposers, Strategist()]
+                ending = Campaign(asked, notebook, repo, runner, asking, limits=limits, planned=plan).run()
     except ConfigError as error:
         raise ConfigError(repo.as_given(str(error))) from None
     except (KeyboardInterrupt, SystemExit) as ended:

@@ -274,7 +274,8 @@ def with_dead_environment(outcome: Outcome) -> Outcome:
     dead = first_of(DEAD_RULES, outcome.trial, environment_facts(Signals(outcome.signals)))
     if dead is None or outcome.score is None:
         return outcome
-    return replace(outcome, end="infra_failed", score=None, curve=(), note=f"{DEAD}: {dead.seen}")
+    note = "; ".join(filter(None, [f"{DEAD}: {dead.seen}", outcome.note]))
+    return replace(outcome, end="infra_failed", score=None, curve=(), note=note)
 
 
 def lost_run_diagnosis(outcome: Outcome) -> Diagnosis:

@@ -448,6 +448,12 @@ class Notebook(StudyJournal):
             f"{self.path}: {DECIDED}: ask another question, with another --out",
         )
 
+    @property
+    def hours_planned(self) -> float:
+        """Hours that a language model took for the plan of the topic."""
+        planned = (self.entries[0].content if self.entries else {}).get("planned") or {}
+        return float(planned.get("asked", {}).get("used", {}).get("hours", 0.0))
+
     def spending(self, until: float = math.inf) -> dict[str, float]:
         """Full runs and hours of work, those of proposers included, up to a time."""
         runs = [(entry.content["cost"], entry.content["hours"]) for entry in self.of("observed", until=until)]
@@ -456,7 +462,13 @@ class Notebook(StudyJournal):
         ]
         asked = [(0.0, entry.content.get("hours", 0.0)) for entry in self.of("intent", until=until)]
         every = [*runs, *studies, *asked]
-        return {"runs": math.fsum(cost for cost, _ in every), "hours": math.fsum(hours for _, hours in every)}
+        hours = math.fsum(hours for _, hours in every) + self.hours_planned
+        return {"runs": math.fsum(cost for cost, _ in every), "hours": hours}
+
+    def names(self) -> set[str]:
+        """Names of the proposals and of the arms so far."""
+        arms = [arm["name"] for each in self.of("study", "ablation") for arm in each.content["study"]["arms"]]
+        return {*arms, *(each.content["name"] for each in self.of("hypothesis"))}
 
     def standing(self, day: int = 0) -> dict[str, Any]:
         """Tries, findings, spending and the newest decision of a campaign: now, or at the end of a day since its start.
@@ -478,6 +490,7 @@ class Notebook(StudyJournal):
         spent = self.spending(until)
         unit, most = self.budget(until)
         asked = math.fsum(entry.content.get("hours", 0.0) for entry in self.of("intent", until=until))
+        asked += self.hours_planned
         people = [f"{steps[entry.number]} (#{entry.number})" for entry in self.of(*HUMAN, until=until)]
         return {
             "topic": started.content["question"]["topic"],

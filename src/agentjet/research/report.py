@@ -392,10 +392,8 @@ def limitations(view: StudyView, arms: Sequence[Facts]) -> Iterator[str]:
     if lengths and max(lengths) == 2:
         yield "Runs were evaluated at step 0 and at their end only, so nothing shows whether they had converged."
     yield from tuning_limits(view)
-    for hypothesis in study.hypotheses:
-        of_claim = {name: spreads[name] for name in hypothesis.contrast}
-        if len(of_claim) == 2 and hypothesis.metric == "score":
-            yield from spread_limits(of_claim, study.sesoi)
+    of_claims = [{name: spreads[name] for name in one.contrast} for one in study.hypotheses if one.metric == "score"]
+    yield from dict.fromkeys(limit for of_claim in of_claims for limit in spread_limits(of_claim, study.sesoi))
     for arm in study.arms:
         plays = held_out_counts(one.outcome for one in view.confirming(arm.name) if one.outcome)
         if plays.failed:
@@ -472,19 +470,18 @@ def machine_limits(view: StudyView) -> Iterator[str]:
 
 def spread_limits(spreads: Mapping[str, float], sesoi: float) -> Iterator[str]:
     """Spreads for which the chance of a wrong verdict is above the declared one."""
-    arm, against = spreads
-    wide, narrow = sorted(spreads, key=lambda name: -spreads[name])
+    wide, *_, narrow = sorted(spreads, key=lambda name: -spreads[name])
     if spreads[narrow] > 0 and spreads[wide] / spreads[narrow] >= UNEQUAL:
         yield (
             f"Scores of “{wide}” spread {spreads[wide] / spreads[narrow]:.1f} times as far as those of “{narrow}”, so "
             "the chance of a wrong verdict may be above the declared one."
         )
-    between = math.hypot(*spreads.values()) / math.sqrt(2)
+    between = math.hypot(*spreads.values()) / math.sqrt(len(spreads))
     if sesoi < FIFTH * between:
         yield (
             f"The smallest effect of interest is {sesoi / between:.1%} of the spread between seeds of "
-            f"“{arm}” and “{against}”, less than {FIFTH:.0%}: the chance of a wrong verdict may be above the declared "
-            "one."
+            f"{' and '.join(f'“{name}”' for name in spreads)}, less than {FIFTH:.0%}: the chance of a wrong verdict "
+            "may be above the declared one."
         )
 
 

@@ -182,13 +182,12 @@ class SwarmRunner:
         notify: Callable[[str], None] = print,
         *,
         unsafe: bool = False,
+        equal_machines: bool = False,
     ) -> None:
         """`notify` is called when a slot is left out or returns. `subject` may depend on the trial. `unsafe`: see
-        `TrialOrder`.
+        `TrialOrder`. `equal_machines`: all trials must run on machines of one kind, because their seconds are compared.
         """
-        self._unsafe = unsafe
-        self.equal_machines = False
-        """All trials must run on machines of one kind, because their seconds are compared."""
+        self._unsafe, self._equal_machines = unsafe, equal_machines
         self._subject_of: Callable[[Trial], Subject] = (
             (lambda trial: subject.varied(trial.setting)) if isinstance(subject, Subject) else subject
         )
@@ -399,7 +398,7 @@ class SwarmRunner:
     def _check_machine(self, found: str, slot: ServerSlot) -> None:
         """Raises `ServerUnavailable` for a machine of another kind than the first, if the trials compare seconds."""
         found = found or "unknown"
-        if self.equal_machines and found != (first := first_noted(self._runs / MACHINE, found)):
+        if self._equal_machines and found != (first := first_noted(self._runs / MACHINE, found)):
             raise ServerUnavailable(
                 f"{slot.name} is a machine of another kind ({found}), and the seconds of this comparison are "
                 f"those of the first one ({first}): offer machines of that kind; if there are none "

@@ -21,6 +21,7 @@ import re
 import signal
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
@@ -38,7 +39,7 @@ from agentjet.config.loader import leaves
 from agentjet.errors import AgentJetError, ConfigError
 from agentjet.research import arm_process
 from agentjet.research.arm_process import ArmClient, ArmFailed, ArmOrder, conversation, place_of
-from agentjet.research.diagnosis import FAILED, PLAYS, Signals, last
+from agentjet.research.diagnosis import FAILED, PLAYS, Signals, last, lost_episode_facts
 from agentjet.research.journal import write_whole
 from agentjet.research.models import (
     UNSEEN,
@@ -478,6 +479,8 @@ class TrialProcess:
         width = subject.best - subject.worst
         self._floor = (subject.floor - subject.worst) / width if subject.judged else subject.floor
         self._record = RunRecord.open(Path(order.run) / "record.json")
+        self._lost: Counter[str] = Counter()
+        """Reasons of training episodes that did not come back."""
 
     async def run(self) -> Outcome:
         """Returns the outcome, continuing the run from its present step. A failure of the policy is a result."""
@@ -505,6 +508,8 @@ class TrialProcess:
     def _outcome(self, end: End, score: float | None, note: str = "") -> Outcome:
         last = self._subject.steps_at(self._trial.fidelity)
         curve, signals = self._record.curve(last), self._record.signals(last)
+        if not note and self._lost and lost_episode_facts(Signals(signals)):
+            note = shortened(f"the reason of most: {self._lost.most_common(1)[0][0]}")
         return Outcome(self._trial.id, end, score=score, curve=curve, signals=signals, note=note)
 
     async def _abort_leftovers(self) -> None:
@@ -533,9 +538,11 @@ class TrialProcess:
         missing = set(range(1, status.policy_version + 1)) - self._record.metrics.keys()
         if not missing:
             return
-        found = {}
+        found, self._lost = {}, Counter()
         async with aclosing(self._swarm.events()) as events:
             async for event in events:
+                if event.kind == "episode" and event.body["status"] in ("aborted", "expired"):
+                    self._lost[event.body["reason"]] += 1
                 if event.kind == "step" and event.body["policy_version"] in missing:
                     found[event.body["policy_version"]] = event.body["metrics"]
                 if event.seq >= status.last_event:

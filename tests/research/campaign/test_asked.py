@@ -189,6 +189,9 @@ def test_the_report_of_a_topic_has_what_people_and_planners_did(tmp_path: Path) 
     with Notebook(tmp_path, now=lambda: 0.0) as notebook:
         Campaign(question, notebook, cast(Any, HEALTHY), runner, [Strategist()], FakeClock(), planned=plan).run()
         note = notebook.entry("note", {"text": "only *warm* ones"})
+        hours = notebook.of("ended")[0].content["spent"]["hours"]
+        assert notebook.spending()["hours"] == pytest.approx(hours) and hours > 0.5, "the plan's hours count"
+        assert {"temperature 1", "temperature 1.3"} <= notebook.names()
     run("research", "report", str(tmp_path))
     markdown = (tmp_path / "report.md").read_text(encoding="utf-8")
     assert f"campaign:* only \\*warm\\* ones (\\#{note.number})" in markdown
@@ -222,6 +225,7 @@ def test_a_reopened_topic_tests_what_is_open_with_fresh_seeds(tmp_path: Path) ->
     assert entries[-1].content["spent"]["runs"] <= 70
     (tmp_path / "source.json").write_text("{}")
     assert run("research", "report", str(tmp_path)).count("report.html") == 2
+    assert "[study 2](study-2/report.html) tested with fresh seeds" in (tmp_path / "report.md").read_text()
     with Notebook(tmp_path / "decided", now=lambda: 0.0) as notebook:
         for entry in (entries[0], replace(entries[-1], content={**entries[-1].content, "reason": DECIDED})):
             notebook.entry(entry.kind, entry.content, key=entry.key)

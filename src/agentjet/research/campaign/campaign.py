@@ -176,6 +176,7 @@ class Campaign:
         if ended := self.notebook.over():
             return ended.content
         planned = self._start().get("planned")
+        self.runs.spend(0.0, self.notebook.hours_planned)
         try:
             first = self.runs.observe([self.repo.first], seed_of(self.question, 0), "the subject", [1])[0]
             while first.run.score is None:
@@ -640,7 +641,7 @@ class Campaign:
 
 DECIDING = (
     *("campaign/campaign.py", "campaign/runs.py", "campaign/strategist.py"),
-    *("scheduler.py", "statistics.py", "diagnosis.py"),
+    *("scheduler.py", "statistics.py", "diagnosis.py", "question.py"),
 )
 """Source of the rules by which a campaign decides, besides `remedies.toml`."""
 

@@ -149,6 +149,7 @@ def chapters(notebook: Notebook) -> Facts:
     cites = content.get("cites") or plan.get("cites", [])
     return {
         "remarks": [*of_file, *of_notebook],
+        "again": [learned.content["meaning"] for learned in notebook.of("learned")[1:]] if plan else [],
         "cites": [
             {"file": c["file"], "title": c["title"] or c["file"], "why": c.get("why") or c["says"]} for c in cites
         ],
