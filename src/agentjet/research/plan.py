@@ -103,18 +103,13 @@ class Space(PlanPart):
         every = [Hypothesis(f"{other} scores higher than {first}", other, first, sign="?") for other in others]
         given = self.hypotheses or tuple(every)
         for number, claim in enumerate(given):
-            again = any(_is_reverse(claim, other) for other in given[:number])
+            pairs = [other.contrast.keys() for other in given[:number] if other.metric == claim.metric]
             refuse(
-                again,
+                len(claim.contrast) == 2 and claim.contrast.keys() in pairs,
                 f"hypotheses: {claim.arm!r} and {claim.against!r} are compared twice, and a difference has one sign: "
                 "keep one of the claims",
             )
         return given
-
-
-def _is_reverse(claim: Hypothesis, other: Hypothesis) -> bool:
-    """True if two claims are about one difference."""
-    return claim.metric == other.metric and claim.contrast.keys() == other.contrast.keys() and len(claim.contrast) == 2
 
 
 def read_space(path: Path) -> Space:

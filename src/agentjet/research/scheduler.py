@@ -144,15 +144,12 @@ class TrialRunner(Protocol):
 
     def has(self, key: str) -> bool:
         """True if a launch under this key was accepted."""
-        ...
 
     def launch(self, key: str, trial: Trial) -> None:
         """Starts a trial. Returns once `has(key)` is durably true."""
-        ...
 
     def collect(self, key: str) -> Outcome:
         """Blocks until the launch under the key has ended."""
-        ...
 
 
 Vetoes = Callable[[Sequence[Trial]], Set[str]]

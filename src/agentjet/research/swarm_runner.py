@@ -86,8 +86,6 @@ def check_changes(changes: Setting, *, of_all: bool = False) -> None:
 
 @dataclass(frozen=True)
 class RunningServer:
-    """A server that serves a run."""
-
     address: Address
     check: Callable[[], object]
     """Called repeatedly during the trial. Raises `AgentJetError` if the run is not served any more."""
@@ -101,24 +99,20 @@ class ServerSlot(Protocol):
     @property
     def name(self) -> str:
         """Name for messages."""
-        ...
 
     def serve(self, run: Path, settings: Setting, stopping: Event) -> AbstractContextManager[RunningServer]:
         """Serves the run with the folder `run`, from the base model or from where the run stopped.
 
         Raises `AgentJetError` if no server is available, or if the study is `stopping`.
         """
-        ...
 
     def check(self) -> None:
         """Contacts the server once. Raises `ServerUnavailable` if no trial could run there."""
-        ...
 
     def run_finished(self, run: Path) -> None:
         """Called when no trial continues this run; files that only a continuation needs may be deleted. A slot that has
         the policy moves it to `POLICY` in the run's folder.
         """
-        ...
 
 
 POLICY = "policy"
@@ -319,7 +313,7 @@ class SwarmRunner:
         subject = self._subject_of(trial)
         run = self._runs / trial.run
         run.mkdir(exist_ok=True)
-        draft = self._draft_path(key)
+        draft = self._launches / key / "draft.json"  # the outcome, before its run is moved or finished
         note, servings, machines = "", 0, 0
         while not draft.exists() and servings < MAX_SERVINGS and machines < MAX_MACHINES:
             subject.check_code()  # before the server loads the model, because it saves its first weights
@@ -379,7 +373,7 @@ class SwarmRunner:
         ended = self._launches.glob("*/outcome.json")
         if lost.end != "infra_failed" or any(read_json(path)["score"] is not None for path in ended):
             return
-        self._draft_path(key).unlink()
+        (self._launches / key / "draft.json").unlink()
         (self._runs / MACHINE).unlink(missing_ok=True)
         run.rename(self._launches / key / f"lost-{uuid.uuid4().hex[:6]}")
         raise ConfigError(
@@ -442,10 +436,6 @@ class SwarmRunner:
         if code == WRONG_STUDY:
             raise ConfigError(tail)
         return f"the trial's process ended with exit code {code}:\n{tail}" if code else ""
-
-    def _draft_path(self, key: str) -> Path:
-        """The outcome, before its run is moved or finished."""
-        return self._launches / key / "draft.json"
 
     def _outcome_path(self, key: str) -> Path:
         return self._launches / key / "outcome.json"

@@ -212,7 +212,8 @@ class JudgedEpisodes:
         In a sound exact match many tasks may have equal answers, and a graded judge pays answers that are near. If the
         judge takes the values for all tasks alike, any other task serves.
         """
-        hidden = [self._hidden(task) for task in self._held_out]
+        payloads = [task.payload if isinstance(task.payload, dict) else {} for task in self._held_out]
+        hidden = [{key: payload[key] for key in self._subject.hidden if key in payload} for payload in payloads]
         own, swapped = [], []
         for place, (task, messages, score) in enumerate(self._played):
             order = [*range(place + 1, len(hidden)), *range(place)]
@@ -279,10 +280,6 @@ class JudgedEpisodes:
 
     async def _conversation(self, episode_id: str) -> list[Message]:
         return conversation(await self._swarm.episode_tree(episode_id))
-
-    def _hidden(self, task: Task) -> dict[str, Any]:
-        payload = task.payload if isinstance(task.payload, dict) else {}
-        return {key: payload[key] for key in self._subject.hidden if key in payload}
 
     def _unseen(self, episodes: Sequence[tuple[Task, Transcript]]) -> dict[str, float]:
         """Declared inputs that prompts lack. The agent may show one in another form. So it counts only if tasks with
@@ -454,12 +451,10 @@ class RunRecord:
         counts = {step: {PLAYS: score.plays, FAILED: score.failed} for step, score in self.scorings.items()}
         steps = [self.metrics.get(step, {}) | counts.get(step, {}) for step in range(1, end + 1)]
         names = sorted({name for of_step in steps for name in of_step})
+        values = {name: [of_step.get(name) for of_step in steps] for name in names}
         return {
-            name: tuple(
-                value if (value := of_step.get(name)) is not None and math.isfinite(value) else None
-                for of_step in steps
-            )
-            for name in names
+            name: tuple(x if x is not None and math.isfinite(x) else None for x in of_name)
+            for name, of_name in values.items()
         }
 
     def _write(self) -> None:
@@ -467,8 +462,6 @@ class RunRecord:
 
 
 class TrialProcess:
-    """Executes a trial."""
-
     def __init__(self, order: TrialOrder, swarm: AsyncSwarm, arm: ArmClient) -> None:
         """Raises `ConfigError` for code of the judge that cannot be loaded."""
         self._trial, self._subject, self._swarm, self._arm = order.trial, order.subject, swarm, arm
@@ -589,10 +582,9 @@ class TrialProcess:
         facts |= weight_changes(Signals(outcome.signals))
         settings: dict[str, Value] = {}
         for name, value in leaves((await self._swarm.job()).job, "job."):
-            if isinstance(value, list) and all(isinstance(one, str) for one in value):
-                settings[name] = tuple(value)
-            elif isinstance(value, bool | int | float | str):
-                settings[name] = value
+            is_list = isinstance(value, list) and all(isinstance(one, str) for one in value)
+            if is_list or isinstance(value, bool | int | float | str):
+                settings[name] = tuple(value) if is_list else value
         outcome = replace(outcome, settings=settings, facts=facts)
         return outcome if self._judged is None else await self._judged.with_training(outcome)
 

@@ -12,9 +12,8 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from pydantic import ValidationError
@@ -94,12 +93,12 @@ class PlanView:
     judge_source: str = ""
     findings: Sequence[str] = ()
     """Sentences of earlier notebooks."""
-    check: Callable[[StudyQuestion], object] = lambda question: None
-    """Raises an error with the reason if no study of the subject can answer the question."""
+    repo: SubjectRepo | None = None
+    """Makes arms of patches."""
 
     @classmethod
     def of(cls, repo: SubjectRepo, findings: Sequence[str] = ()) -> PlanView:
-        return cls(repo.files(repo.first), repo.judge_source(), findings, partial(check_patches, repo))
+        return cls(repo.files(repo.first), repo.judge_source(), findings, repo)
 
     @property
     def settings(self) -> dict[str, Value]:
@@ -110,31 +109,20 @@ class PlanView:
 
     def rules(self) -> str:
         listed = {name: one for name, one in factors().items() if name != "nothing"}
-        settings = self.settings
-        lines = []
-        for name, one in listed.items():
+        settings, lines = self.settings, []
+        for name, one in ((name, one) for name, one in listed.items() if not one.refused):
             levels = registry.built_in() if name == "job.recipe" else one.levels
-            known: dict[str, Any] = {
-                "factor": name,
-                "words": one.words[:4],
-                "levels": levels,
-                "is_ordered": one.ordered,
-            }
+            known: dict[str, Any] = {"factor": name, "words": one.words[:4], "levels": levels}
+            known["is_ordered"] = one.ordered
             if name.startswith(("job.", "model.")) and name != "job.recipe":
                 known["default"] = value_in(settings, name)
-            lines += [] if one.refused else [json.dumps(known | ({"needs": one.needs} if one.needs else {}))]
+            lines.append(json.dumps(known | ({"needs": one.needs} if one.needs else {})))
         return RULES.format(
             forms="\n".join(f"{form}: {words.format('...')}" for form, words in WORDS_OF_FORMS.items()),
             factors="\n".join(lines),
             refused="\n".join(f"{name}: {one.refused}" for name, one in listed.items() if one.refused),
             findings="\n".join(self.findings) or "none",
         )
-
-
-def check_patches(repo: SubjectRepo, question: StudyQuestion) -> None:
-    """Raises `Refused` for a patch that no arm may have."""
-    for level, patch in question.patches.items():
-        repo.commit(repo.first, Intervention(level, "agent", patch=patch))
 
 
 def question_of(topic: str, proposers: Sequence[Proposer], view: PlanView | None = None) -> StudyQuestion:
@@ -182,7 +170,9 @@ def question_in(
         refuse(
             file.endswith(".py") and file not in view.files, f"{level}: the subject has no file {file!r}: patch it in"
         )
-    view.check(question)
+    if (repo := view.repo) is not None:
+        for level, patch in question.patches.items():
+            repo.commit(repo.first, Intervention(level, "agent", patch=patch))
     return question
 
 

@@ -31,10 +31,11 @@ from pydantic import Field, TypeAdapter
 
 from agentjet.client.command import CapturedProcess
 from agentjet.errors import AgentJetError, ConfigError
-from agentjet.research.campaign.strategist import Intervention, ProposerAway, View, facts_of
+from agentjet.research.arm_process import LIMITS
+from agentjet.research.campaign.strategist import Intervention, Proposer, ProposerAway, View, facts_of
 from agentjet.research.campaign.subject_repo import git, read_folder, write_files
 from agentjet.research.models import Message, Record, adapter, refuse, shortened
-from agentjet.sandbox import Limits, ProgramFolder, Sandbox, missing, programs
+from agentjet.sandbox import ProgramFolder, Sandbox, missing, programs
 
 # ---- a language model ------------------------------------------------------------------------------------------------
 
@@ -78,13 +79,10 @@ class Reply(Record):
 class ChatModel(Protocol):
     def reply(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Reply:
         """Raises `ProposerAway`. Messages have OpenAI's chat format; tools have a name, a description and a schema."""
-        ...
 
 
 @dataclass
-class LanguageModel:
-    """A `Proposer`."""
-
+class LanguageModel(Proposer):
     model: ChatModel
     record: Path
     """Gets a line for each answer."""
@@ -129,7 +127,11 @@ class LanguageModel:
             read, written = read + reply.read, written + reply.written
             price = (read * self.prices[0] + written * self.prices[1]) / 1e6
             self.used = {"read": read, "written": written} | ({"price": price} if price else {})
-            messages.append(said(reply))
+            calls = [
+                {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in reply.calls
+            ]
+            messages.append({"role": "assistant", "content": reply.text} | ({"tool_calls": calls} if calls else {}))
             for call in reply.calls:
                 messages.append({"role": "tool", "tool_call_id": call.call_id, "content": tools.use(call)})
             if tools.finished:
@@ -140,15 +142,6 @@ class LanguageModel:
                     return shortened(reply.text or "(an empty answer)")
                 messages.append({"role": "user", "content": f"Use the tools: {' or '.join(tools.LAST)}."})
         raise ProposerAway(f"no call of {tools.LAST[0]} within {MAX_TURNS} answers and {self.seconds:g} s")
-
-
-def said(reply: Reply) -> Message:
-    """An answer as a message."""
-    calls = [
-        {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-        for call in reply.calls
-    ]
-    return {"role": "assistant", "content": reply.text} | ({"tool_calls": calls} if calls else {})
 
 
 # ---- tools ----------------------------------------------------------------------------------------------------------
@@ -221,8 +214,6 @@ class ModelTools:
 
 @dataclass
 class ProposalTools(ModelTools):
-    """The tools over a campaign's view."""
-
     TOOLS = ("notebook", "files", "read", "curves", "transcripts", "propose", "finish")
     LAST = ("propose", "finish")
     view: View = field(kw_only=True)
@@ -355,27 +346,25 @@ class LlmEndpoint:
         raise ProposerAway(f"{self.url}: {why}")
 
 
-async def content_of(response: Any) -> Any:
+async def answer_of(http: Any, client: Any, create: Any, body: Mapping[str, Any]) -> Any:
     """The JSON of an answer. Raises `RuntimeError` for one that is too long."""
     content = b""
-    async for part in response.iter_bytes():
-        content += part
-        if len(content) > MAX_ANSWER_BYTES:
-            raise RuntimeError(f"the answer is longer than {MAX_ANSWER_BYTES} bytes")
+    async with http, client, create(**body) as response:
+        async for part in response.iter_bytes():
+            content += part
+            if len(content) > MAX_ANSWER_BYTES:
+                raise RuntimeError(f"the answer is longer than {MAX_ANSWER_BYTES} bytes")
     return json.loads(content)
 
 
 async def openai_reply(endpoint: LlmEndpoint, messages: Sequence[Message], tools: Sequence[Tool]) -> Reply:
     from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
+    http = DefaultAsyncHttpxClient(follow_redirects=False)
+    client = AsyncOpenAI(base_url=endpoint.url, http_client=http, **endpoint.options)
     functions = [{"type": "function", "function": tool} for tool in tools]
-    body: dict[str, Any] = {"model": endpoint.model, "messages": [*messages], "tools": functions}
-    async with (
-        DefaultAsyncHttpxClient(follow_redirects=False) as http,
-        AsyncOpenAI(base_url=endpoint.url, http_client=http, **endpoint.options) as client,
-        client.chat.completions.with_streaming_response.create(**body) as response,
-    ):
-        content = await content_of(response)
+    body = {"model": endpoint.model, "messages": [*messages], "tools": functions}
+    content = await answer_of(http, client, client.chat.completions.with_streaming_response.create, body)
     message, usage = content["choices"][0]["message"], content.get("usage") or {}
     calls = [
         LlmToolCall(str(call["id"]), call["function"]["name"], call["function"]["arguments"])
@@ -396,15 +385,11 @@ async def anthropic_reply(endpoint: LlmEndpoint, messages: Sequence[Message], to
             turns[-1]["content"] += blocks
         else:
             turns.append({"role": role, "content": blocks})
+    http, url = DefaultAsyncHttpxClient(follow_redirects=False), endpoint.url.rstrip("/").removesuffix("/v1")
+    client = AsyncAnthropic(base_url=url, http_client=http, **endpoint.options)
     body: dict[str, Any] = {"model": endpoint.model, "max_tokens": 8192, "system": messages[0]["content"]}
     body |= {"messages": turns, "tools": named}
-    url = endpoint.url.rstrip("/").removesuffix("/v1")
-    async with (
-        DefaultAsyncHttpxClient(follow_redirects=False) as http,
-        AsyncAnthropic(base_url=url, http_client=http, **endpoint.options) as client,
-        client.messages.with_streaming_response.create(**body) as response,
-    ):
-        content = await content_of(response)
+    content = await answer_of(http, client, client.messages.with_streaming_response.create, body)
     blocks, usage = content["content"], content.get("usage") or {}
     text = "".join(block["text"] for block in blocks if block["type"] == "text")
     calls = [
@@ -412,11 +397,8 @@ async def anthropic_reply(endpoint: LlmEndpoint, messages: Sequence[Message], to
         for block in blocks
         if block["type"] == "tool_use"
     ]
-    read = sum(value or 0 for name, value in usage.items() if name in ANTHROPIC_READ)
+    read = sum(value or 0 for name, value in usage.items() if name.endswith("input_tokens"))  # also those of caches
     return Reply(text, tuple(calls), read, usage.get("output_tokens") or 0)
-
-
-ANTHROPIC_READ = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
 
 
 def anthropic_blocks(message: Message) -> list[Message]:
@@ -435,7 +417,6 @@ def anthropic_blocks(message: Message) -> list[Message]:
 
 # ---- a coding agent --------------------------------------------------------------------------------------------------
 
-LIMITS = Limits(processes=1024)
 REASONS = ("name", "why", "predicts", "refutes")
 LONGEST_REASONS = 2**20
 """Bytes of a file that a command writes."""
@@ -449,9 +430,7 @@ refutes. Give no results: they come from runs. If nothing is worth a try, change
 
 
 @dataclass
-class CodingAgent:
-    """A `Proposer`."""
-
+class CodingAgent(Proposer):
     command: tuple[str, ...]
     readable: tuple[Path, ...] = ()
     """Paths that it may read, besides its folder, the system's programs and the files in the command."""

@@ -74,12 +74,10 @@ class Budget(Record):
     @classmethod
     def parse(cls, text: str) -> Budget:
         """Reads `48h` or `500runs`. Raises `ConfigError`."""
-        given = re.fullmatch(r"([\d.]+)(runs|h)", text)
-        try:
-            amount = float(given[1] if given else "")
-        except ValueError:
-            raise ConfigError(f"budget = {text!r}: give hours or full runs, such as 48h or 500runs") from None
-        return cls(runs=amount) if text.endswith("runs") else cls(hours=amount)
+        given = re.fullmatch(r"(\d+\.?\d*|\.\d+)(runs|h)", text)
+        if given is None:
+            raise ConfigError(f"budget = {text!r}: give hours or full runs, such as 48h or 500runs")
+        return cls(**{"runs" if given[2] == "runs" else "hours": float(given[1])})
 
 
 @dataclass(frozen=True)

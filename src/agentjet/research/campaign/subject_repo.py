@@ -269,9 +269,7 @@ class SubjectRepo:
                 "folder": str(subject.parent.absolute()),
                 "subject": subject.name,
                 "first": git(folder / "subject", "rev-parse", "HEAD").decode().strip(),
-                "files": {
-                    name: hash_of({name: content}) for name, content in sorted(contents.items()) if name != SUBJECT
-                },
+                "files": {name: hash_of({name: of}) for name, of in sorted(contents.items()) if name != SUBJECT},
             }
             write_whole(folder / "source.json", json.dumps(source))
             try:
@@ -305,7 +303,7 @@ class SubjectRepo:
             if changes or keys:
                 given = parse_subject(self._git("show", f":{SUBJECT}", index=index), SUBJECT)
                 named: dict[str, Any] = {**keys, "settings": {**given.settings, **changes}}
-                self._write(replace(given, **named), index)
+                self._add(SUBJECT, flat_toml(replace(given, **named)), index)
 
         return self._changed_commit(base, name, change, loads=bool(patch or keys), keys=keys.keys())
 
@@ -356,11 +354,11 @@ class SubjectRepo:
 
         def change(index: str) -> None:
             if part in ARM_KEYS:
-                self._write(replace(given, **{part: getattr(first, part)}), index)
+                self._add(SUBJECT, flat_toml(replace(given, **{part: getattr(first, part)})), index)
             elif part in given.settings or part in first.settings:
                 kept = {name: value for name, value in given.settings.items() if name != part}
                 before = {part: first.settings[part]} if part in first.settings else {}
-                self._write(replace(given, settings={**kept, **before}), index)
+                self._add(SUBJECT, flat_toml(replace(given, settings={**kept, **before})), index)
             elif known := self._git("ls-tree", base, "--", part).split():
                 self._git("update-index", "--add", "--cacheinfo", f"{known[0]},{known[2]},{part}", index=index)
             else:
@@ -370,9 +368,8 @@ class SubjectRepo:
 
     def files(self, commit: str) -> dict[str, str]:
         """Text files of a commit by path."""
-        return {
-            path: text for path, content in self._files_of(commit).items() if (text := text_of(content)) is not None
-        }
+        texts = {path: text_of(content) for path, content in self._files_of(commit).items()}
+        return {path: text for path, text in texts.items() if text is not None}
 
     def worktree(self, commit: str) -> Path:
         """The folder with the files of a commit."""
@@ -393,30 +390,24 @@ class SubjectRepo:
     def rules(self) -> dict[str, Any]:
         """The fields of a `Question` that the subject gives: the judge's hash, its scale and the equal amount."""
         first = self.described(self.first)
-        scale = (
-            ""
-            if (first.worst, first.best) == (0, 1)
-            else f", as a share of its scale, {first.worst:g} to {first.best:g}"
-        )
-        return {"evaluator": digest_of(self._files), "equal": first.equal, "metric": f"{METRIC}{scale}"}
+        scale = f", as a share of its scale, {first.worst:g} to {first.best:g}"
+        metric = METRIC if (first.worst, first.best) == (0, 1) else f"{METRIC}{scale}"
+        return {"evaluator": digest_of(self._files), "equal": first.equal, "metric": metric}
 
     def subject(self, commit: str) -> Subject:
         """The subject of a commit, with the judge's part from the locked copy. Raises `ConfigError` if that changed."""
         self.check_judge()
         given, first = self.described(commit), self.described(self.first)
         place, judge, steps = self.worktree(commit), self.folder / "judge", steps_as(given, first)
+        named: dict[str, Any] = {key: str(place / name) if (name := getattr(given, key)) else "" for key in CODE}
+        named |= {key: str(judge / getattr(first, key)) for key in ("held_out", "evaluator")}
         return replace(
             first,
-            agent=str(place / given.agent),
-            tasks=str(place / given.tasks),
-            held_out=str(judge / first.held_out),
-            evaluator=str(judge / first.evaluator),
+            **named,
             settings=given.settings,
             steps=steps,
             evaluations=min(first.evaluations, steps),
             concurrency=given.concurrency,
-            reward=str(place / given.reward) if given.reward else "",
-            deployed=str(place / given.deployed) if given.deployed else "",
             readable=(str(place), *first.readable),
         )
 
@@ -528,10 +519,6 @@ class SubjectRepo:
             except ConfigError as error:
                 problem = problem or str(error)
         raise Refused(f"the patch does not apply: {problem}")
-
-    def _write(self, given: Subject, index: str) -> None:
-        """Writes subject.toml into an index."""
-        self._add(SUBJECT, flat_toml(given), index)
 
     def _add(self, name: str, text: str, index: str) -> None:
         blob = self._git("hash-object", "-w", "--stdin", text=text).strip()
@@ -653,10 +640,9 @@ def checked_judge(subject: Subject) -> set[tuple[str, str]]:
     if missing := sorted({*subject.hidden} - keys - {*HIDDEN}):
         named = f"hidden = {[*subject.hidden]}: no held-out task has {missing[0]!r}"
         raise ConfigError(unknown_key(named, missing[0], [*keys]))
-    if lacking := sorted({*subject.shown} - keys):
-        raise ConfigError(
-            unknown_key(f"shown = {[*subject.shown]}: no held-out task has {lacking[0]!r}", lacking[0], [*keys])
-        )
+    if missing := sorted({*subject.shown} - keys):
+        named = f"shown = {[*subject.shown]}: no held-out task has {missing[0]!r}"
+        raise ConfigError(unknown_key(named, missing[0], [*keys]))
     for key in judge.telling_keys(held_out):
         raise ConfigError(
             f"held_out = {subject.held_out!r}: {key!r} holds the answer, because the judge pays its value: add it to "
