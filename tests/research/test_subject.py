@@ -164,11 +164,11 @@ def test_a_study_of_before_files_were_noted_is_the_same_study(subject: Subject) 
 
 
 def test_a_record_is_taken_up(tmp_path: Path) -> None:
-    record = RunRecord.open(tmp_path / "record.json")
+    record = RunRecord(tmp_path / "record.json")
     record.add_score(0, HeldOutScore(0.25, 0.1, -1.0, 4, 1))
     record.add_metrics({1: {"reward/mean": 0.5, "loss": math.nan}, 3: {"reward/mean": 0.75}})
     record.add_score(3, HeldOutScore(0.5, 0.1, 0.0, 4, 2))
-    again = RunRecord.open(tmp_path / "record.json")
+    again = RunRecord(tmp_path / "record.json")
     assert again.scorings == {0: (0.25, 0.1, -1.0, 4, 1), 3: (0.5, 0.1, 0.0, 4, 2)}
     assert (again.curve(2), again.curve(3)) == ((0.25,), (0.25, 0.5))
     signals = {"loss": (None, None, None), "reward/mean": (0.5, None, 0.75)}

@@ -396,10 +396,12 @@ def test_diverging_is_never_worth_more_than_what_was_earned(
 def test_a_run_that_stands_at_the_base_model_again_is_measured_anew(tmp_path: Path) -> None:
     """On another server, because its own is gone."""
     for metrics, kept in (({}, {0: 0.5}), ({1: {"reward/mean": 1.0}}, {})):
-        record = RunRecord(tmp_path / "record.json", {0: scoring([[0.5]], 1)}, metrics)
+        record = RunRecord(tmp_path / "record.json")
+        record.add_score(0, scoring([[0.5]], 1))
+        record.add_metrics(metrics)
         record.reset()
         assert {step: found.mean for step, found in record.scorings.items()} == kept and not record.metrics
-        assert metrics == {} or RunRecord.open(record.path).scorings == {}
+        assert metrics == {} or RunRecord(record.path).scorings == {}
 
 
 class Diverging:

@@ -558,7 +558,7 @@ class Runner:
         """The agent's return value. An agent that is still running when the server ends its episode is cancelled, to
         free its worker.
         """
-        working = asyncio.create_task(_call(agent, task, episode))
+        working = asyncio.create_task(call_agent(agent, task, episode))
         try:
             either: list[asyncio.Future[Any]] = [working, heartbeats]
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -616,7 +616,8 @@ class Runner:
             raise
 
 
-async def _call(agent: Agent, task: Task, episode: AsyncEpisode) -> object:
+async def call_agent(agent: Agent, task: Task, episode: AsyncEpisode) -> object:
+    """Returns what the agent returns. A synchronous agent runs in a thread, with an `Episode`."""
     if inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(
         getattr(agent, "__call__", None)  # noqa: B004 - an object with an async __call__
     ):

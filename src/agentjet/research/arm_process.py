@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import inspect
 import json
 import os
 import signal
@@ -29,8 +28,9 @@ from typing import Any
 from agentjet.client.agent_source import OURS, load_function
 from agentjet.client.inputs import load_agent, load_tasks
 from agentjet.client.report import rows
-from agentjet.client.rollout import Agent, AgentFailing
+from agentjet.client.rollout import Agent, AgentFailing, call_agent
 from agentjet.client.swarm_client import AsyncSwarm
+from agentjet.client.threads import in_thread
 from agentjet.errors import AgentJetError, ConfigError
 from agentjet.research.models import Address, Judge, Message, Record, Subject, canonical, chosen_tasks
 from agentjet.sandbox import AsyncProcess, Limits, Sandbox, missing, origin_of
@@ -84,28 +84,17 @@ class ArmFailed(AgentJetError):
 # ---- the process -----------------------------------------------------------------------------------------------------
 
 
-@dataclass
 class ArmProcess:
     """Carries out the orders of a trial."""
 
-    order: ArmOrder
-    swarm: AsyncSwarm
-    agent: Agent
-    deployed: Agent
-    tasks: list[Task]
-
-    @classmethod
-    def load(cls, order: ArmOrder, swarm: AsyncSwarm) -> ArmProcess:
+    def __init__(self, order: ArmOrder, swarm: AsyncSwarm) -> None:
         """Raises `ConfigError` for code that cannot be loaded."""
-        agent, url = load_agent(order.agent, option="agent"), order.address.url
+        self.order, self.swarm, url = order, swarm, order.address.url
+        agent = load_agent(order.agent, option="agent")
         deployed = load_agent(order.deployed, option="deployed") if order.deployed else agent
-        tasks = chosen_tasks(load_tasks(order.tasks, option="tasks"), order.num_tasks, order.task_order)
+        self.tasks = chosen_tasks(load_tasks(order.tasks, option="tasks"), order.num_tasks, order.task_order)
         reward = load_function(order.reward, option="reward") if order.reward else None
-        return cls(order, swarm, reaching(url, agent, swarm, reward), reaching(url, deployed, swarm), tasks)
-
-    def described(self) -> dict[str, Any]:
-        """The training tasks as JSON; a payload that is not JSON is described by its text."""
-        return {"tasks": json.loads(json.dumps(listed(self.tasks), default=str))}
+        self.agent, self.deployed = reaching(url, agent, swarm, reward), reaching(url, deployed, swarm)
 
     async def train(self, steps: int, seed: int) -> dict[str, Any]:
         await self.swarm.train(
@@ -144,27 +133,19 @@ def reaching(url: str, agent: Agent, swarm: AsyncSwarm, reward: Judge | None = N
     """The agent with episodes at the server's address `url`: a sandbox has another one than the server gives. A
     `reward` pays in place of the agent: for the conversation of its last call, as the server recorded it.
     """
-    origin, loop = origin_of(url), asyncio.get_running_loop()
+    origin = origin_of(url)
 
-    def move(episode: Any) -> Any:
+    @functools.wraps(agent)
+    async def play(task: Task, episode: Any) -> Any:
         episode.base_url = f"{origin}{episode.base_url.removeprefix(origin_of(episode.base_url))}"
-        return episode
-
-    @functools.wraps(agent)
-    async def play_async(task: Task, episode: Any) -> Any:
-        returned = await agent(task, move(episode))  # type: ignore[misc]
-        return returned if reward is None else reward(task, conversation(await swarm.episode_tree(episode.id)))
-
-    @functools.wraps(agent)
-    def play(task: Task, episode: Any) -> Any:
-        returned = agent(task, move(episode))
+        # The episode of a synchronous agent is made of this answer.
+        episode.begun = episode.begun.model_copy(update={"base_url": episode.base_url})
+        returned = await call_agent(agent, task, episode)
         if reward is None:
             return returned
-        tree = asyncio.run_coroutine_threadsafe(swarm.episode_tree(episode.id), loop).result()
-        return reward(task, conversation(tree))
+        return await in_thread(reward, task, conversation(await swarm.episode_tree(episode.id)))
 
-    is_async = inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(getattr(agent, "__call__", None))  # noqa: B004
-    return play_async if is_async else play
+    return play
 
 
 def conversation(episode: Any) -> list[Message]:
@@ -181,8 +162,10 @@ async def serve(orders: asyncio.Queue[bytes], send: Callable[[object], None]) ->
         while True:
             try:
                 if arm is None:
-                    arm = ArmProcess.load(order, swarm)
-                    answer = arm.described()
+                    arm = ArmProcess(order, swarm)
+                    answer = {
+                        "tasks": json.loads(json.dumps(listed(arm.tasks), default=str))
+                    }  # a payload may be no JSON
                 else:
                     wanted = json.loads(await orders.get())
                     answer = await getattr(arm, wanted.pop("do"))(**wanted)

@@ -30,7 +30,6 @@ import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markdown_it import MarkdownIt
 
-from agentjet.config import parse_config
 from agentjet.errors import ConfigError
 from agentjet.research.diagnosis import MANY_FAILED, held_out_counts
 from agentjet.research.journal import JournalEntry, StudyFolder, StudyLog, write_whole
@@ -46,9 +45,10 @@ from agentjet.research.models import (
     Trial,
     Value,
     canonical,
+    of_server,
 )
 from agentjet.research.question import answer
-from agentjet.research.scheduler import AMOUNTS, DIRECTIONAL, Spending, amount, estimate_cost
+from agentjet.research.scheduler import AMOUNTS, DIRECTIONAL, Spending, amount, estimate_cost, work_of
 from agentjet.research.statistics import POWER, largest_unseen_rate, nominal_level, planned_power, welch
 from agentjet.types import beginning
 
@@ -419,12 +419,8 @@ def limitations(view: StudyView, arms: Sequence[Facts]) -> Iterator[str]:
 
 def batch_warnings(study: Study) -> Iterator[str]:
     """A warning about arms that learn from very different numbers of episodes in a step."""
-    try:
-        base = study.subject.settings if study.subject else {}
-        jobs = {arm.name: parse_config({**base, **arm.changes}).job for arm in study.arms if study.subject}
-    except ConfigError:  # Settings of another version.
-        return
-    sizes = sorted((job.batch_size * job.group_size, name) for name, job in jobs.items())
+    base, arms = (study.subject.settings, study.arms) if study.subject else ({}, ())
+    sizes = sorted((int(work_of({**base, **of_server(arm.changes)}, 1)), arm.name) for arm in arms)
     if sizes and sizes[-1][0] >= FAR_APART * sizes[0][0]:
         (least, small), (most, large) = sizes[0], sizes[-1]
         yield (
@@ -537,21 +533,16 @@ def effects(findings: Sequence[Mapping[str, Any]], sesoi: float) -> str:
     ]
     for number, row in enumerate(rows):
         y, (low, middle, high) = 20 + ROW * (number + 0.5), (at(row[n]) for n in ("low", "estimate", "high"))
+        lines = textwrap.wrap(row["claim"], 34, max_lines=3, placeholder=" …")
         interval = f"{row['estimate']:+.3g} ({row['low']:+.3g} to {row['high']:+.3g})"
         parts += [
-            *(label(0, y + 4 + 15 * place, line) for place, line in in_lines(row["claim"])),
+            *(label(0, y + 4 + 15 * (place - (len(lines) - 1) / 2), line) for place, line in enumerate(lines)),
             f'<path d="M{low:.1f} {y}H{high:.1f}" stroke="{COLOURS[0]}" stroke-width="3"/>',
             f'<circle cx="{middle:.1f}" cy="{y}" r="5" fill="{COLOURS[0]}"/>',
             label(WIDTH - 160, y - 3, row["verdict"].replace("_", " "), 'font-weight="bold"'),
             label(WIDTH - 160, y + 13, interval, 'font-size="11"'),
         ]
     return svg(height, parts)
-
-
-def in_lines(text: str) -> list[tuple[float, str]]:
-    """At most three lines of a name, with their distances from the middle line."""
-    lines = textwrap.wrap(text, 34, max_lines=3, placeholder=" …")
-    return [(place - (len(lines) - 1) / 2, line) for place, line in enumerate(lines)]
 
 
 def curves(named: Sequence[tuple[str, Sequence[Sequence[float]]]], steps: Sequence[int] = ()) -> str:

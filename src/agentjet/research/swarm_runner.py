@@ -341,7 +341,7 @@ class SwarmRunner:
                 name = shown_model(str(known["model.name"]))
                 outcome = replace(outcome, settings={**known, "model.name": name, **outcome.settings})
         else:
-            curve = RunRecord.open(run / "record.json").curve(subject.steps_at(trial.fidelity))
+            curve = RunRecord(run / "record.json").curve(subject.steps_at(trial.fidelity))
             outcome = Outcome(trial.id, "infra_failed", curve=curve, note=shortened(f"{slot.name}: {note}"))
         if outcome.score is None:
             draft.unlink(missing_ok=True)  # if the slot is gone, `check` raises and nothing counts

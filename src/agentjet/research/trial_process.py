@@ -24,7 +24,7 @@ import sys
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -398,22 +398,15 @@ def scoring(rewards_by_task: Sequence[Sequence[float]], plays: int) -> HeldOutSc
     return HeldOutScore(statistics.fmean(means), error, min(map(min, rewards_by_task)), plays, failed)
 
 
-@dataclass
 class RunRecord:
     """Held-out scores and metrics by step (the policy version), in the file `path`."""
 
-    path: Path
-    scorings: dict[int, HeldOutScore] = field(default_factory=dict)
-    metrics: dict[int, dict[str, float]] = field(default_factory=dict)
-
-    @classmethod
-    def open(cls, path: Path) -> RunRecord:
-        """Reads the file. Returns an empty record if there is none."""
-        if not path.exists():
-            return cls(path)
-        content = json.loads(path.read_text(encoding="utf-8"))
-        scorings = {int(step): HeldOutScore(*scoring) for step, scoring in content["scorings"].items()}
-        return cls(path, scorings, {int(step): metrics for step, metrics in content["metrics"].items()})
+    def __init__(self, path: Path) -> None:
+        """Reads the file, if there is one."""
+        content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"scorings": {}, "metrics": {}}
+        self.path = path
+        self.scorings = {int(step): HeldOutScore(*scoring) for step, scoring in content["scorings"].items()}
+        self.metrics: dict[int, dict[str, float]] = {int(step): each for step, each in content["metrics"].items()}
 
     def reset(self) -> None:
         """Clears the record if the run restarts at the base model, because its measurements are of other weights."""
@@ -471,7 +464,7 @@ class TrialProcess:
         subject = order.subject
         width = subject.best - subject.worst
         self._floor = (subject.floor - subject.worst) / width if subject.judged else subject.floor
-        self._record = RunRecord.open(Path(order.run) / "record.json")
+        self._record = RunRecord(Path(order.run) / "record.json")
         self._lost: Counter[str] = Counter()
         """Reasons of training episodes that did not come back."""
 

@@ -704,16 +704,12 @@ def check_evidence(made: Intervention, entries: Sequence[JournalEntry]) -> None:
     cited = numbers_in(" ".join(json.dumps(by_number[number].content) for number in made.evidence))
     for number in numbers_in(made.why):
         whole = number.is_integer() and abs(number) <= TRIVIAL
-        if not whole and not any(close(number, known) for known in cited):
+        if not whole and not any(math.isclose(number, known, rel_tol=CLOSE, abs_tol=1e-12) for known in cited):
             raise Refused(f"why: {number:g} stands in none of the cited entries; cite the entry that has it")
 
 
 def numbers_in(text: str) -> list[float]:
     return [float(digits.replace(",", "")) / (100 if percent else 1) for digits, percent in NUMBER.findall(text)]
-
-
-def close(number: float, known: float) -> bool:
-    return abs(number - known) <= CLOSE * max(abs(known), abs(number)) + 1e-12
 
 
 def parsed(proposal: object) -> Intervention:
