@@ -397,11 +397,13 @@ def limitations(view: StudyView, arms: Sequence[Facts]) -> Iterator[str]:
     for arm in study.arms:
         plays = held_out_counts(one.outcome for one in view.confirming(arm.name) if one.outcome)
         if plays.failed:
-            many = " That is so many that the scores may come from a selection: give failing episodes a reward, and "
-            many = f"{many}plan a new study." if plays.share > MANY_FAILED else ""
+            many = (
+                " That is so many that the scores may come from a selection: give failing episodes a reward, and plan "
+                "a new study."
+            )
             yield (
                 f"{plays.failed} of {plays.num} held-out episodes of “{arm.name}” failed ({plays.share:.1%}). Each was "
-                f"repeated, so its scores are of episodes that did not fail.{many}"
+                f"repeated, so its scores are of episodes that did not fail.{many if plays.share > MANY_FAILED else ''}"
             )
     trials = [one for one in view.launched if one.trial.phase == "confirm"]
     if ill := sum(one.trial.id in view.log.diagnoses for one in trials):

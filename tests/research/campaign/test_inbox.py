@@ -26,7 +26,7 @@ from agentjet.research.campaign import campaign as deciding
 from agentjet.research.campaign.campaign import Campaign, rules
 from agentjet.research.campaign.live import PAGE, LivePage, standing
 from agentjet.research.campaign.planner import plan_study
-from agentjet.research.campaign.proposers import TASK, CodingAgent, LanguageModel, LlmToolCall, Reply
+from agentjet.research.campaign.proposers import PROMPTS, CodingAgent, LanguageModel, LlmToolCall, Reply
 from agentjet.research.campaign.report import build
 from agentjet.research.campaign.runs import Budget, Question
 from agentjet.research.campaign.strategist import Intervention, Strategist, View
@@ -334,7 +334,7 @@ def test_notes_and_vetoes_reach_those_who_propose(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(CodingAgent, "_run", lambda self, folder, task: tasks.append(task))
     agent, llm = CodingAgent(("true",), unsafe=True), LanguageModel(model, tmp_path / "llm.jsonl")
     play(tmp_path, proposers=[llm, agent], messages={1: [*map(note, "abcdef"), HumanMessage("veto", "idea 7")]})
-    for asked in (model.asked[0], tasks[0].removeprefix(TASK.format(topic="why low?"))):
+    for asked in (model.asked[0], tasks[0].removeprefix(PROMPTS["edit"].format(topic="why low?"))):
         lines = asked.splitlines()
         start = lines.index("Notes, newest first:")
         assert [line[0] for line in lines[start + 1 : start + 6]] == [*"fedcb"]

@@ -21,7 +21,15 @@ from pydantic import ValidationError
 from agentjet.client.agent_source import file_and_function
 from agentjet.errors import ConfigError
 from agentjet.recipes import registry
-from agentjet.research.campaign.proposers import REPAIRS, CodingAgent, LanguageModel, ModelTools, Tool, texts_of
+from agentjet.research.campaign.proposers import (
+    PROMPTS,
+    REPAIRS,
+    CodingAgent,
+    LanguageModel,
+    ModelTools,
+    Tool,
+    texts_of,
+)
 from agentjet.research.campaign.runs import SHORT, Question
 from agentjet.research.campaign.strategist import Intervention, Proposer, ProposerAway
 from agentjet.research.campaign.subject_repo import SUBJECT, SubjectRepo, parse_subject
@@ -58,31 +66,6 @@ GRAMMAR = "the offline grammar"
 PLANNED = ("form", "varied", "metrics", "equal", "needs", "patches", "expects", "refutes", "cites")
 """Fields of a question that a planner gives."""
 REQUIRED = ("form", "varied", "metrics", "expects", "refutes")
-RULES = """You are a researcher who plans one study about training an agent by reinforcement learning. The topic is a
-person's question. Code runs the study, measures and judges; you choose what is compared, and change nothing else. First
-read what you need of the subject's files and of the papers. Then plan the study that answers the question as it was
-asked: no other factor, and the levels that it names. Name the usual level first. A factor with `needs` has levels that
-only the person can give: leave its levels empty, or make them by patches. Cite papers that you read and that matter.
-Refuse the topic only if no experiment with this registry can answer it.
-
-Forms:
-{forms}
-
-Factors, with words that name them, their usual levels, and the subject's own value (default):
-{factors}
-
-Topics about these are refused:
-{refused}
-
-Findings of earlier studies:
-{findings}
-"""
-FILE = """Write question.json: an object by this JSON schema. If no experiment can answer the topic, it is
-{{"refuse": the reason}} instead. The subject's files are in subject/, its evaluator is campaign/judge.txt.
-{schema}
-
-Topic: {topic}
-"""
 
 
 @dataclass(frozen=True)
@@ -117,7 +100,7 @@ class PlanView:
             if name.startswith(("job.", "model.")) and name != "job.recipe":
                 known["default"] = value_in(settings, name)
             lines.append(json.dumps(known | ({"needs": one.needs} if one.needs else {})))
-        return RULES.format(
+        return PROMPTS["plan"].format(
             forms="\n".join(f"{form}: {words.format('...')}" for form, words in WORDS_OF_FORMS.items()),
             factors="\n".join(lines),
             refused="\n".join(f"{name}: {one.refused}" for name, one in listed.items() if one.refused),
@@ -225,7 +208,7 @@ def plan_with(model: LanguageModel, topic: str, view: PlanView) -> StudyQuestion
 
 def plan_by(agent: CodingAgent, topic: str, view: PlanView) -> StudyQuestion:
     """Returns the plan that a coding agent writes. Raises like `plan_with`."""
-    task, reason = view.rules() + FILE.format(schema=json.dumps(plan_schema()), topic=topic), ""
+    task, reason = view.rules() + PROMPTS["plan_file"].format(schema=json.dumps(plan_schema()), topic=topic), ""
     for _ in range(1 + REPAIRS):
         answer = agent.written("question.json", view.files, {"judge.txt": view.judge_source.encode()}, task + reason)
         try:

@@ -34,6 +34,7 @@ from agentjet.errors import AgentJetError, ConfigError
 from agentjet.research.arm_process import LIMITS
 from agentjet.research.campaign.strategist import Intervention, Proposer, ProposerAway, View, facts_of
 from agentjet.research.campaign.subject_repo import git, read_folder, write_files
+from agentjet.research.diagnosis import toml_of
 from agentjet.research.models import Message, Record, adapter, refuse, shortened
 from agentjet.sandbox import ProgramFolder, Sandbox, missing, programs
 
@@ -46,13 +47,7 @@ REPAIRS = 2
 MAX_ANSWER_BYTES = 1 << 20
 LONGEST_RESULT = 20_000
 """Maximum characters of a tool's result."""
-RULES = """You are a researcher who improves an agent that is trained by reinforcement learning. Code runs, measures and
-judges; you read and propose. First read what was observed, then propose changes of the subject's files or settings,
-each as a testable hypothesis: why (refer to entries of the notebook), what it predicts, what would refute it. Give no
-results: they come from runs. The model, the held-out tasks, the evaluator and the budget are fixed. Propose at most
-{most} interventions, the most promising first, then call finish. Question: {topic}"""
-
-
+PROMPTS: Mapping[str, str] = toml_of("agentjet.research.campaign", "prompts.toml")
 Tool = dict[str, Any]
 
 
@@ -101,7 +96,7 @@ class LanguageModel(Proposer):
     def propose(self, view: View, most: int) -> Sequence[Intervention | str]:
         """Raises `ProposerAway` if the model does not answer."""
         tools = ProposalTools(texts_of(view.files, view.judge_source, self.papers), most, view=view)
-        rules = RULES.format(most=most, topic=view.topic)
+        rules = PROMPTS["propose"].format(most=most, topic=view.topic)
         try:
             prose = self.converse(tools, rules, f"The newest run is entry {view.observed}. Begin.{view.remarks()}")
         except ProposerAway:
@@ -420,13 +415,6 @@ def anthropic_blocks(message: Message) -> list[Message]:
 REASONS = ("name", "why", "predicts", "refutes")
 LONGEST_REASONS = 2**20
 """Bytes of a file that a command writes."""
-TASK = """Question: {topic}
-The agent in subject/ is trained by reinforcement learning and judged elsewhere by other code. Read campaign/run.json
-(curves, signals, transcripts), campaign/notebook.json and campaign/judge.txt. Edit the files in subject/ so that the
-trained agent scores higher: one change, as a testable hypothesis. Model, held-out tasks, evaluator and lengths in
-subject.toml are fixed: a change of them is refused. Then write hypothesis.json with the keys name, why, predicts and
-refutes. Give no results: they come from runs. If nothing is worth a try, change no file.
-"""
 
 
 @dataclass
@@ -449,7 +437,7 @@ class CodingAgent(Proposer):
 
     def propose(self, view: View, most: int) -> Sequence[Intervention | str]:
         """Returns one proposal, a text with the reason why it cannot be used, or nothing if no file was changed."""
-        with self._worked(view.files, facts(view), TASK.format(topic=view.topic) + view.remarks()) as folder:
+        with self._worked(view.files, facts(view), PROMPTS["edit"].format(topic=view.topic) + view.remarks()) as folder:
             if odd := odd_file(folder / "work" / "subject"):
                 return [f"the coding agent left {odd!r}, which is not a regular file"]
             try:
