@@ -24,11 +24,13 @@ from typing import Any, cast
 
 import pytest
 
-from agentjet.client import AsyncSwarm
+from agentjet.client import AsyncEpisode, AsyncSwarm, Episode
+from agentjet.client.rollout import call_agent
 from agentjet.errors import AgentJetError, ConfigError
+from agentjet.protocol import BeginRequest, BeginResponse
 from agentjet.research import arm_process
 from agentjet.research.arm_process import ArmAnswer, ArmClient, ArmFailed, ArmOrder
-from agentjet.research.models import UNSEEN, Address, Outcome, Subject, Trial
+from agentjet.research.models import UNSEEN, Address, Judge, Outcome, Subject, Trial
 from agentjet.research.trial_process import JudgedEpisodes, TrialOrder, TrialProcess, paid_facts
 from agentjet.types import Task
 
@@ -299,6 +301,39 @@ def order(folder: Path, code: str) -> ArmOrder:
 
 def test_an_arm_is_loaded_in_its_process(tmp_path: Path) -> None:
     assert arm_process.checked(order(tmp_path, CODE)) == [Task("a", payload={"q": "{1}"})]
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+@pytest.mark.parametrize(("reward", "paid"), [(None, 0.25), (lambda task, messages: len(messages) / 2, 0.5)])
+def test_an_agent_reaches_the_server_from_inside(
+    is_async: bool, reward: Judge | None, paid: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a sandbox the server has another address. A reward replaces what the agent returns."""
+    places = []
+
+    def play(task: Task, episode: Episode) -> float:
+        places.append((episode.base_url, episode.url_with_key))
+        return 0.25
+
+    async def play_async(task: Task, episode: AsyncEpisode) -> float:
+        return play(task, cast(Episode, episode))
+
+    class Recorded:
+        async def episode_tree(self, episode: str) -> str:
+            return episode
+
+    async def played() -> object:
+        url, begun = "http://10.0.0.7:80/f0/v1", {"episode_id": "e", "api_key": "k", "model": "m", "policy_version": 0}
+        answer = BeginResponse.model_validate({**begun, "base_url": url, "lease_seconds": 9.0, "expires_at": 9.0})
+        episode = AsyncEpisode(cast(Any, object()), answer, BeginRequest(task_id="a"))
+        agent = arm_process.reaching(
+            "http://127.0.0.1:9/f0", play_async if is_async else play, cast(AsyncSwarm, Recorded()), reward
+        )
+        return await call_agent(agent, Task("a"), episode)
+
+    monkeypatch.setattr(arm_process, "conversation", lambda tree: [tree])
+    assert asyncio.run(played()) == paid
+    assert places == [("http://127.0.0.1:9/f0/v1", "http://127.0.0.1:9/f0/k/k/v1")]
 
 
 @pytest.mark.parametrize("output", [1, 2])
