@@ -374,7 +374,7 @@ class Peer:
 
 
 async def uninterrupted(ending: Coroutine[Any, Any, None]) -> None:
-    """Await this to its end, also if the caller is cancelled meanwhile: what it ends is gone when this returns."""
+    """Await this to its end, also if the caller is cancelled then: what it ends is gone when this returns."""
     task = asyncio.create_task(ending)
     try:
         await asyncio.shield(task)
