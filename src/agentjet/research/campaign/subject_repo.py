@@ -207,6 +207,8 @@ MAX_BYTES = 32 << 20
 """Maximum size of a subject's folder. Weights stay where they are."""
 MAX_NAME, MAX_PATH = 255, 1000
 """Bytes of a file's name, and characters of its path. Git takes longer ones, and a file system does not."""
+MAX_CHANGED = 200
+"""Files that one change may touch."""
 TEXT = (".py", ".toml", ".jsonl", ".json", ".md", ".txt")
 """Suffixes of files that proposers read and change."""
 WHO = {
@@ -471,6 +473,8 @@ class SubjectRepo:
         changed = sorted(path for path in {*before, *after} if before.get(path) != after.get(path))
         if not changed:
             raise Refused("it changes nothing: give another change")
+        if len(changed) > MAX_CHANGED:
+            raise Refused(f"it changes {len(changed):,} files: change at most {MAX_CHANGED}")
         first = self.described(self.first)
         for path in changed:
             if path in (file_of(first.evaluator), file_of(first.held_out)):
