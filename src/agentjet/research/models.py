@@ -16,7 +16,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from pathlib import Path
 from statistics import fmean
@@ -74,7 +74,9 @@ class Record:
         return hash_of(self.to_json())
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)  # type: ignore[call-overload, no-any-return]  # every subclass is a dataclass
+        # Ten times faster than `asdict`. A list where the type has a tuple is the same JSON, and no reason to warn.
+        content: dict[str, Any] = adapter(type(self)).dump_python(self, warnings=False)
+        return content
 
     @classmethod
     def from_json(cls, content: object) -> Self:
@@ -87,9 +89,12 @@ class Record:
         return checked
 
 
+ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
 def canonical(content: object) -> str:
     """JSON with one spelling per content. Raises `ValueError` for NaN and infinity."""
-    return json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return ENCODER.encode(content)
 
 
 def hash_of(content: object) -> str:

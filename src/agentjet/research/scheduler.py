@@ -163,6 +163,7 @@ class TrialLauncher:
         """`arms` are the runner's names of arms, where they are not those of the study."""
         log.open_study(study)
         self.study, self.log, self.runner, self._arms, self.vetoed = study, log, runner, arms, vetoed
+        self._renamed: dict[str, Trial] = {}
 
     @property
     def spending(self) -> Spending:
@@ -212,7 +213,7 @@ class TrialLauncher:
             self.runner.launch(key, self._for_runner(trial))
 
     def _for_runner(self, trial: Trial) -> Trial:
-        return replace(trial, arm=self._arms.get(trial.arm, trial.arm))
+        return self._renamed.setdefault(trial.id, replace(trial, arm=self._arms.get(trial.arm, trial.arm)))
 
 
 def launch_key(trial: Trial, attempt: int) -> str:
@@ -263,12 +264,14 @@ def confirm(study: Study, settings: Mapping[str, Setting], launcher: TrialLaunch
     why, vetoed = "", set[str]()
     for seeds in study.looks:
         still_open = [h for h in study.hypotheses if h.id not in findings and h.contrast.keys() <= settings.keys()]
-        vetoed |= launcher.vetoed(next_trials(study, evidence, still_open, seeds))
+        trials = next_trials(study, evidence, still_open, seeds)
+        vetoed |= launcher.vetoed(trials)
         still_open = [h for h in still_open if not h.contrast.keys() & vetoed]
         if not still_open:
             break
+        asked = {arm for h in still_open for arm in h.contrast}
         try:
-            extend(evidence, next_trials(study, evidence, still_open, seeds), launcher)
+            extend(evidence, [trial for trial in trials if trial.arm in asked], launcher)
         except OutOfBudget as refusal:
             why = str(refusal)
             break

@@ -15,6 +15,7 @@ import re
 import sqlite3
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import count
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
@@ -141,7 +142,7 @@ class RunObservation:
     commit: str
     run: Outcome
 
-    @property
+    @cached_property
     def causes(self) -> frozenset[str]:
         return causes(self.run)
 
