@@ -75,7 +75,8 @@ class Record:
 
     def to_json(self) -> dict[str, Any]:
         # Ten times faster than `asdict`. A list where the type has a tuple is the same JSON, and no reason to warn.
-        content: dict[str, Any] = adapter(type(self)).dump_python(self, warnings=False)
+        # mypy does not see that a class is hashable.
+        content: dict[str, Any] = adapter(type(self)).dump_python(self, warnings=False)  # type: ignore[arg-type]
         return content
 
     @classmethod
