@@ -16,7 +16,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from pathlib import Path
 from statistics import fmean
@@ -78,7 +78,14 @@ class Record:
         return hash_of(self.to_json())
 
     def to_json(self) -> dict[str, Any]:
-        content = {field.name: plain(getattr(self, field.name)) for field in fields(self)}  # type: ignore[arg-type]
+        # Ten times faster than `asdict`. A list where the type has a tuple is the same JSON, and no reason to warn.
+        # mypy does not see that a class is hashable.
+        content: dict[str, Any] = adapter(type(self)).dump_python(self, warnings=False)  # type: ignore[arg-type]
+        for name, value in vars(self).items():
+            if isinstance(value, Record):
+                content[name] = value.to_json()
+            elif isinstance(value, tuple) and any(isinstance(each, Record) for each in value):
+                content[name] = tuple(each.to_json() for each in value)
         defaults = {name: getattr(type(self), name, {}) for name in self.LATER}
         return {name: value for name, value in content.items() if name not in defaults or value != defaults[name]}
 
@@ -93,18 +100,12 @@ class Record:
         return checked
 
 
-def plain(value: Any) -> Any:
-    """The JSON of a field."""
-    if isinstance(value, Record):
-        return value.to_json()
-    if isinstance(value, Mapping):
-        return {key: plain(each) for key, each in value.items()}
-    return tuple(map(plain, value)) if isinstance(value, tuple) else value
+ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
 def canonical(content: object) -> str:
     """JSON with one spelling per content. Raises `ValueError` for NaN and infinity."""
-    return json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return ENCODER.encode(content)
 
 
 def hash_of(content: object) -> str:

@@ -169,6 +169,7 @@ class TrialLauncher:
         """`arms` are the runner's names of arms, where they are not those of the study."""
         log.open_study(study)
         self.study, self.log, self.runner, self._arms, self.vetoed = study, log, runner, arms, vetoed
+        self._renamed: dict[str, Trial] = {}
 
     @property
     def spending(self) -> Spending:
@@ -218,7 +219,7 @@ class TrialLauncher:
             self.runner.launch(key, self._for_runner(trial))
 
     def _for_runner(self, trial: Trial) -> Trial:
-        return replace(trial, arm=self._arms.get(trial.arm, trial.arm))
+        return self._renamed.setdefault(trial.id, replace(trial, arm=self._arms.get(trial.arm, trial.arm)))
 
 
 def launch_key(trial: Trial, attempt: int) -> str:
@@ -376,10 +377,12 @@ def confirm(study: Study, settings: Mapping[str, Setting], launcher: TrialLaunch
             log.decide(f"finding {name}", evidence.findings[name].to_json(), kind="finding")
 
     for seeds in study.looks:
-        vetoed |= launcher.vetoed(evidence.next_trials(evidence.open(), seeds))
+        trials = evidence.next_trials(evidence.open(), seeds)
+        vetoed |= launcher.vetoed(trials)
         if not (still_open := evidence.open(vetoed)):
             break
-        trials = evidence.next_trials(still_open, seeds)
+        asked = {arm for hypothesis in still_open for arm in hypothesis.contrast}
+        trials = [trial for trial in trials if trial.arm in asked]
         try:
             outcomes = launcher.run(trials)
         except OutOfBudget as refusal:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import pairwise
 
 import numpy as np
@@ -68,6 +68,8 @@ def variance(scores: Sequence[float]) -> float:
 
 # ---- looks ------------------------------------------------------------------------------------------------------
 
+gauss_points = cache(np.polynomial.legendre.leggauss)
+
 
 @lru_cache(maxsize=256)
 def nominal_level(looks: tuple[int, ...], alpha: float) -> float:
@@ -84,7 +86,7 @@ def nominal_level(looks: tuple[int, ...], alpha: float) -> float:
 def any_crossing(looks: tuple[int, ...], level: float) -> float:
     """Chance that a normal mean without a difference crosses the two-sided `level` at one of the looks."""
     bound = float(stats.norm.ppf(1 - level / 2))
-    points, weights = np.polynomial.legendre.leggauss(96)
+    points, weights = gauss_points(96)
     grid = bound * math.sqrt(looks[0]) * points  # of the sum of the scores so far
     density = stats.norm.pdf(grid, scale=math.sqrt(looks[0]))
     inside = float(np.sum(weights * bound * math.sqrt(looks[0]) * density))
@@ -186,11 +188,15 @@ def predictive_power(
     """
     if found.error == 0:
         return 1.0
-    final = stats.t(found.degrees, loc=found.estimate, scale=found.error * math.sqrt(1 - seeds / last))
+    scale = found.error * math.sqrt(1 - seeds / last)
     error, degrees = found.error * math.sqrt(seeds / last), found.degrees * last / seeds
     called = sesoi + float(special.stdtrit(degrees, 1 - difference_level / 2)) * error
     room = max(0.0, sesoi - float(special.stdtrit(degrees, 1 - equivalence_level)) * error)
-    return float(final.sf(called) + final.cdf(-called) + final.cdf(room) - final.cdf(-room))
+
+    def below(bound: float) -> float:
+        return float(special.stdtr(found.degrees, (bound - found.estimate) / scale))
+
+    return 1 - below(called) + below(-called) + below(room) - below(-room)
 
 
 POWER = 0.8

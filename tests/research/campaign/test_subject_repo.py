@@ -149,7 +149,10 @@ def test_equal_episodes_shorten_the_run_of_a_larger_batch(repo: SubjectRepo) -> 
         (patch("agentjet/__init__.py", "", "x = 1\n"), "'agentjet' is the name of an installed module"),
         (patch("a" * 300 + ".py", "", "x = 1\n"), "a name has at most 255 bytes"),
         (patch("d/" * 600 + "a.py", "", "x = 1\n"), "a path 1000 characters"),
-        ("".join(patch(f"f{n}.py", "", "x = 1\n") for n in range(201)), "it changes 201 files: change at most 200"),
+        (
+            Intervention("many", "agent", patch="".join(patch(f"f{n}.py", "", "x = 1\n").patch for n in range(201))),
+            "it changes 201 files: change at most 200",
+        ),
         (patch("sitecustomize.py", "", "x = 1\n"), "'sitecustomize' is the name of an installed module"),
         (patch(".git/hooks/pre-commit", "", "x\n"), "does not apply|begin with a dot"),
         (patch("../judge/judge.py", "", "x = 1\n"), "the patch does not apply: .*"),

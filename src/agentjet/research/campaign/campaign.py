@@ -218,7 +218,7 @@ class Campaign:
     ) -> Mapping[str, Any]:
         """Conducts the study with this number on the topic. The first has its files in the campaign's folder."""
         self.studies += 1
-        study = replace(study, alpha=self.question.alpha_of(self.studies))
+        study = replace(study, alpha=self.question.alpha_of_topic(self.studies))
         cost = estimate_cost(study)
         while (left := self.runs.left()) < cost.least:
             needs = f"the study needs {cost.least:.1f} full runs at least, and the budget pays for {left:.1f} more"

@@ -273,7 +273,7 @@ def plan_study(
         budget=1.0,
         reserve=Study.reserve if knobs else 0.0,
         looks=question.looks,
-        alpha=question.alpha_of(1),
+        alpha=question.alpha_of_topic(1),
         evaluator=question.evaluator,
         seed=question.seed,
         subject=replace(first, model=shown_model(first.model), agents=agents, code=question.evaluator),

@@ -386,7 +386,8 @@ def facts_of(run: Outcome) -> dict[str, float]:
     }
     if run.facts.get("held_out_error"):
         found["fall_errors"] = (found["score_fall"] or 0.0) / run.facts["held_out_error"]
-    early, late = partial(third, run, 0), partial(third, run, -1)
+    signals = Signals(run.signals)
+    early, late = partial(third, signals, 0), partial(third, signals, -1)
     found |= {
         "zero_variance": early("groups/zero_variance"),
         "reward_early": early("reward/mean"),
@@ -414,9 +415,9 @@ def facts_of(run: Outcome) -> dict[str, float]:
     return {name: float(value) for name, value in found.items() if value is not None}
 
 
-def third(run: Outcome, which: int, name: str) -> float | None:
+def third(signals: Signals, which: int, name: str) -> float | None:
     """Mean of a signal's first or last third."""
-    values = Signals(run.signals)[name]
+    values = signals[name]
     part = values[: max(1, len(values) // 3)] if which == 0 else values[-max(1, len(values) // 3) :]
     part = part[np.isfinite(part)]
     return float(part.mean()) if len(part) else None
