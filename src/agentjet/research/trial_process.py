@@ -250,7 +250,7 @@ class JudgedEpisodes:
                 break
         earlier = listed[MAX_JUDGED:]
         uneven = [one for one in earlier if one[2] and by_task[one[2].id][0] < by_task[one[2].id][1]]
-        ranked = sorted(uneven or earlier, key=lambda one: one[0])
+        ranked = sorted(reversed(uneven or earlier), key=lambda one: one[0])  # the oldest first: most varied
         extreme = ranked if len(ranked) <= 2 * MAX_EXTREME else ranked[:MAX_EXTREME] + ranked[-MAX_EXTREME:]
         newest = await self._compared(listed[:MAX_JUDGED], telling)
         compared = newest + await self._compared(extreme, telling)

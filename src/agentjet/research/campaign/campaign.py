@@ -110,12 +110,14 @@ class Screened:
     candidate: Candidate
     seen: RunObservation
     base: RunObservation
+    luck: float = 0.0
+    """Score by which this run of the base is above the mean of all its runs."""
 
     @property
     def gain(self) -> float:
         """Score above the base, of one full run with the same seed."""
         assert self.seen.run.score is not None and self.base.run.score is not None
-        return self.seen.run.score - self.base.run.score
+        return self.seen.run.score - self.base.run.score + self.luck
 
     def to_json(self) -> dict[str, Any]:
         """`at_start` is the gain at step 0, where nothing is learned yet."""
@@ -184,6 +186,8 @@ class Campaign:
             self.position, last = Position(first, first), ROUNDS
             if planned is not None:
                 self._answer(planned, first)
+            first = self._again(first)
+            self.position = Position(first, first)
             for number in count(1):
                 while number > last:
                     last += ROUNDS * self.runs.end(f"{last} rounds are done", f"round {number}")
@@ -252,6 +256,19 @@ class Campaign:
         self.runs.spend(content["spent"], content["hours"])
         return content
 
+    def _again(self, first: RunObservation) -> RunObservation:
+        """Runs the subject with a second seed, if the budget pays for it: one run may be lucky, or hide a broken judge.
+        Returns the run that shows one, else the first.
+        """
+        if any(sign.cause in BROKEN for sign in signs(first.run)) or self.runs.left() < 2 + self.question.study_cost:
+            return first
+        seed = seed_of(self.question, -1)
+        again = self.runs.observe([first.commit], seed, "the subject, with a second seed", [first.entry])[0]
+        if again.run.score is None:
+            return first
+        self.scores[first.commit] = [[again.run.score]]
+        return again if any(sign.cause in BROKEN for sign in signs(again.run)) else first
+
     # ---- the steps of a round ----------------------------------------------------------------------------------------
 
     def _round(self, number: int, position: Position) -> Position:
@@ -269,6 +286,10 @@ class Campaign:
             return position
         screened = self._screen(number, position, candidates)
         promising = [found for found in screened if found.gain >= PROMISING * self.question.sesoi]
+        promising = promising or [found for found in screened[:1] if found.gain > 0]  # a second seed may gain more
+        least_clear = max((found.gain for found in promising), default=0.0) - CLEAR * self.question.sesoi
+        # Among gains that do not differ clearly, the one that ended the most signs: what is left of them hides others.
+        promising.sort(key=lambda found: (found.gain < least_clear, -len(position.base.causes - found.seen.causes)))
         for found in promising[:STUDIES]:
             if "leaking_judge" in found.seen.causes - position.base.causes:
                 reason = "its gain comes with the judge paying answers of other tasks, so it is not a gain"
@@ -367,6 +388,7 @@ class Campaign:
         because, point = [candidate.entry for candidate in candidates], f"round {number} screen"
         self._check_budget(1, point)
         alive = self._not_vetoed(candidates, point)
+        luck = self._luck(position.base)
         affordable = int(self.runs.left() - self.question.study_cost)
         seed = seed_of(self.question, 0)
         short: dict[str, float] = {}
@@ -377,7 +399,7 @@ class Campaign:
             seen = self.runs.observe([each.commit for each in alive], seed, f"round {number} screen", because, SHORT)
             short = {at.commit: at.run.score for at in seen if at.run.score is not None}
             self._note_unable(alive, seen)
-            level = position.base.score_at(SHORT)
+            level = position.base.score_at(SHORT) - luck
             ahead = [each for each in alive[1:] if short.get(each.commit, -math.inf) > level]
             ahead.sort(key=lambda each: -short[each.commit])
             if short.get(alive[0].commit, -math.inf) > level - CLEAR * self.question.sesoi:
@@ -390,7 +412,7 @@ class Campaign:
         full = self.runs.observe([each.commit for each in alive[:affordable]], seed, f"round {number}", because)
         self._note_unable(alive, full)
         found = [
-            Screened(candidate, seen, position.base)
+            Screened(candidate, seen, position.base, luck)
             for candidate, seen in zip(alive, full, strict=False)
             if seen.run.score is not None
         ]
@@ -403,6 +425,11 @@ class Campaign:
         entries = [position.base.entry, *because, *(seen.entry for seen in full)]
         self.runs.note("screened", content, f"round {number} screened", entries)
         return found
+
+    def _luck(self, base: RunObservation) -> float:
+        """Score by which this run of the base is above the mean of all its runs; at least 0."""
+        score = base.run.score or 0.0
+        return max(0.0, score - fmean([score, *(each for known in self.scores.get(base.commit, ()) for each in known)]))
 
     def _note_unable(self, candidates: Sequence[Candidate], seen: Sequence[RunObservation]) -> None:
         for candidate, found in zip(candidates, seen, strict=False):
@@ -485,7 +512,7 @@ class Campaign:
             content = {"name": name, "commit": whole, **made, "left_out": left_out}
             known = self.runs.note("parts", content, f"parts of {whole}", [found.candidate.entry])
         commits: dict[str, str] = known.content["arms"]
-        if not commits:
+        if len(commits) + len(known.content["left_out"]) < 2:  # without its only part, the whole is the base
             return
         if is_measured:  # their lengths
             self.runs.observe([*commits.values()], seed_of(self.question, 0), "a part", [known.number], SHORT)
