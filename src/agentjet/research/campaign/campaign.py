@@ -596,12 +596,15 @@ class Campaign:
         }
 
     def _deeper(self, number: int, position: Position, screened: list[Screened]) -> Position:
-        """Builds on an unconfirmed change that ended a sign, or returns to the base."""
+        """Builds on an unconfirmed change that ended a sign without a loss, or shows one that was hidden; or returns to
+        the base.
+        """
+        shown = {sign.cause for sign in signs(position.tip.run)}
         ended = [
             (position.tip.causes - found.seen.causes, found)
             for found in screened
             if not self.runs.is_vetoed(found.candidate.intervention.name)
-            and found.gain > -2 * self.question.sesoi
+            and (found.gain > -2 * self.question.sesoi or {sign.cause for sign in signs(found.seen.run)} - shown)
             and "leaking_judge" not in found.seen.causes
         ]
         ended = [(gone, found) for gone, found in ended if gone]

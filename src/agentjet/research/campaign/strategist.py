@@ -282,16 +282,19 @@ def judge_reward(files: Files, judge_source: str) -> Files:
 
 
 def keep_mixed(files: Files, by_task: Mapping[str, Sequence[float]], fewest: int = 4) -> Files:
-    """Keeps the training tasks whose episodes differed, and those that were hardly tried if most of the others did."""
+    """Keeps the training tasks whose episodes differed, and those that were hardly tried."""
     named = str(tomllib.loads(files["subject.toml"])["tasks"])
     if not named.endswith(".jsonl") or named not in files:
         return {}
-    is_mixed = {task: least < most for task, (least, most, tried) in by_task.items() if tried >= fewest}
-    rest = sum(is_mixed.values()) > len(is_mixed) / 2
-    rows = [*enumerate(lines(files[named]), 1)]
-    names = [str(json.loads(row).get("id", f"line-{number}")) if row.strip() else "" for number, row in rows]
-    kept = [row for task, (_, row) in zip(names, rows, strict=True) if is_mixed.get(task, rest)]
-    return {named: "".join(kept)} if fewest <= len(kept) < len(rows) else {}
+    kept, removed = [], 0
+    for number, row in enumerate(lines(files[named]), 1):
+        task = str(json.loads(row).get("id", f"line-{number}")) if row.strip() else ""
+        least, most, tried = by_task.get(task, (0.0, 0.0, 0))
+        if tried >= fewest and least == most:
+            removed += 1
+        else:
+            kept.append(row)
+    return {named: "".join(kept)} if removed and len(kept) >= fewest else {}
 
 
 def span_of(source: str, node: Any) -> tuple[int, int]:
