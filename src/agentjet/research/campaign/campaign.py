@@ -42,11 +42,11 @@ from agentjet.research.campaign.runs import (
     seed_of,
 )
 from agentjet.research.campaign.strategist import (
-    BROKEN,
     Intervention,
     Proposer,
     ProposerAway,
     View,
+    broken,
     signs,
 )
 from agentjet.research.campaign.subject_repo import SubjectRepo
@@ -88,7 +88,7 @@ DEPTH = 3
 ROUNDS = 12
 FAILURES = 2
 """Rounds after which an intervention that did not gain is not tried again."""
-APART = 1 / 3
+APART = 1 / 4
 """Share of what is left that may be spent to take a confirmed change apart."""
 LONGEST_TEXT = 2_000
 """Maximum characters that are stored of an answer or of a refused proposal."""
@@ -197,8 +197,8 @@ class Campaign:
 
     def _answer(self, planned: Mapping[str, Any], first: RunObservation) -> None:
         """Conducts the study of the topic. Raises `Ending`."""
-        while broken := [sign.seen for sign in signs(first.run) if sign.cause in BROKEN]:
-            self.runs.end(broken[0], "first run")
+        while said := broken(first.run):
+            self.runs.end(said[0], "first run")
         study, commits = Study.from_json(planned["study"]), planned["commits"]
         own = [arm.changes for arm in study.arms]
         if self.question.equal in MEASURED:
@@ -257,17 +257,15 @@ class Campaign:
         return content
 
     def _again(self, first: RunObservation) -> RunObservation:
-        """Runs the subject with a second seed, if the budget pays for it: one run may be lucky, or hide a broken judge.
-        Returns the run that shows one, else the first.
+        """The first run of the subject, or a second one that shows a broken judge. One run may also be lucky, so the
+        second gives another score, if the budget pays for it.
         """
-        if any(sign.cause in BROKEN for sign in signs(first.run)) or self.runs.left() < 2 + self.question.study_cost:
+        if broken(first.run) or self.runs.left() < 2 + self.question.study_cost:
             return first
-        seed = seed_of(self.question, -1)
-        again = self.runs.observe([first.commit], seed, "the subject, with a second seed", [first.entry])[0]
-        if again.run.score is None:
-            return first
-        self.scores[first.commit] = [[again.run.score]]
-        return again if any(sign.cause in BROKEN for sign in signs(again.run)) else first
+        [again] = self.runs.observe([first.commit], seed_of(self.question, -1), "the subject again", [first.entry])
+        if again.run.score is not None:
+            self.scores[first.commit] = [[again.run.score]]
+        return again if broken(again.run) else first
 
     # ---- the steps of a round ----------------------------------------------------------------------------------------
 
@@ -280,13 +278,13 @@ class Campaign:
         if not candidates:
             if position.tip != position.base:
                 return Position(position.base, position.base)
-            broken = [sign.seen for sign in signs(position.base.run) if sign.cause in BROKEN]
             unable = "".join(f"; {name} could not run: {note}" for name, note in self.unable.items())
-            self.runs.end(broken[0] if broken else f"nothing is worth trying{unable}", f"round {number}")
+            said = [*broken(position.base.run), f"nothing is worth trying{unable}"]
+            self.runs.end(said[0], f"round {number}")
             return position
         screened = self._screen(number, position, candidates)
         promising = [found for found in screened if found.gain >= PROMISING * self.question.sesoi]
-        promising = promising or [found for found in screened[:1] if found.gain > 0]  # a second seed may gain more
+        promising = promising or [found for found in screened[:1] if found.gain >= self.question.sesoi]  # seen again
         least_clear = max((found.gain for found in promising), default=0.0) - CLEAR * self.question.sesoi
         # Among gains that do not differ clearly, the one that ended the most signs: what is left of them hides others.
         promising.sort(key=lambda found: (found.gain < least_clear, -len(position.base.causes - found.seen.causes)))
@@ -388,7 +386,9 @@ class Campaign:
         because, point = [candidate.entry for candidate in candidates], f"round {number} screen"
         self._check_budget(1, point)
         alive = self._not_vetoed(candidates, point)
-        luck = self._luck(position.base)
+        score = position.base.run.score or 0.0
+        others = [other for study in self.scores.get(position.base.commit, ()) for other in study]
+        luck = max(0.0, score - fmean([score, *others]))  # nothing would gain against one lucky run
         affordable = int(self.runs.left() - self.question.study_cost)
         seed = seed_of(self.question, 0)
         short: dict[str, float] = {}
@@ -425,11 +425,6 @@ class Campaign:
         entries = [position.base.entry, *because, *(seen.entry for seen in full)]
         self.runs.note("screened", content, f"round {number} screened", entries)
         return found
-
-    def _luck(self, base: RunObservation) -> float:
-        """Score by which this run of the base is above the mean of all its runs; at least 0."""
-        score = base.run.score or 0.0
-        return max(0.0, score - fmean([score, *(each for known in self.scores.get(base.commit, ()) for each in known)]))
 
     def _note_unable(self, candidates: Sequence[Candidate], seen: Sequence[RunObservation]) -> None:
         for candidate, found in zip(candidates, seen, strict=False):
