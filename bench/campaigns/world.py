@@ -14,6 +14,7 @@ import math
 import traceback
 import types
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
@@ -301,6 +302,18 @@ def varies(group: Sequence[Played]) -> bool:
     return bool(rewards) and max(rewards) - min(rewards) > 1e-9
 
 
+class Inline(ThreadPoolExecutor):
+    """Runs what it is given at once: handing a judge's call to a thread takes longer than the call."""
+
+    def submit(self, act: Callable[..., Any], /, *args: Any, **named: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        try:
+            done.set_result(act(*args, **named))
+        except Exception as error:  # the boundary: the subject's judge
+            done.set_exception(error)
+        return done
+
+
 @dataclass
 class SubjectRunner(Launches):
     """A `TrialRunner`. The arm of a trial is a commit."""
@@ -319,6 +332,7 @@ class SubjectRunner(Launches):
         return replace(self.outcomes[known], trial=trial.id)
 
     async def trained(self, trial: Trial) -> Outcome:
+        asyncio.get_running_loop().set_default_executor(Inline())
         try:
             run = Run(self.repo.subject_of(trial), trial.setting, trial.seed)
             await run.go_on(trial.fidelity)

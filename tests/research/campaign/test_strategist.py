@@ -153,6 +153,34 @@ def test_fields_that_no_prompt_shows() -> None:
     assert not signs(run(transcripts=(gold, gold)))
 
 
+@pytest.mark.parametrize(
+    ("facts", "signals", "settings", "name", "proposed"),
+    [
+        ({}, {"groups/zero_variance": 0.6}, {"job.temperature": 1.0}, "tasks that teach", True),
+        ({}, {"groups/zero_variance": 0.6}, {"job.temperature": 0.1}, "tasks that teach", False),
+        ({}, {"groups/zero_variance": 0.6, "overridden/temperature": 1.0}, {}, "tasks that teach", False),
+        ({}, {"policy/kl": 0.01, "groups/zero_variance": 0.5}, {}, "thirty times the learning rate", True),
+        ({}, {"policy/kl": 0.01, "groups/zero_variance": 1.0}, {}, "thirty times the learning rate", False),
+        ({"held_out_error": 0.01}, {}, {}, "a tenth of the learning rate", True),
+        ({"held_out_error": 0.01, "overpaid": 0.2}, {}, {}, "a tenth of the learning rate", False),
+    ],
+)
+def test_a_sign_that_another_cause_explains_asks_for_nothing_yet(
+    facts: Any, signals: Any, settings: Any, name: str, proposed: bool
+) -> None:
+    """Cold groups agree on every task; groups that agree move no policy; a wrong reward lowers the score."""
+    shown = run(
+        curve=(0.1, 0.9, 0.5) if facts else (0.1, 0.5),
+        facts=facts,
+        signals={name: (value,) * 6 for name, value in ({"policy/entropy": 1.0} | signals).items()},
+        settings={"job.optimizer.lr": 1e-4, **settings},
+        by_task={"t0": (0.0, 0.0, 9), "t1": (0.0, 1.0, 9)},
+    )
+    files = {"subject.toml": SUBJECT, "tasks.jsonl": "".join(f'{{"id": "t{i}"}}\n' for i in range(9))}
+    made = Strategist().propose(View("t", shown, 1, set(), [], files, "def score(task, messages): return 1.0\n"), 9)
+    assert (name in {one.name for one in made if not isinstance(one, str)}) == proposed
+
+
 def test_a_leak_is_a_sign() -> None:
     assert signs(run(score=0.9, facts={"swapped": 0.95}))[0].cause == "leaking_judge"
     assert not signs(run(score=0.9, facts={"swapped": 0.7}, curve=(0.1, 0.9)))

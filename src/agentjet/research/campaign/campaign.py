@@ -41,11 +41,11 @@ from agentjet.research.campaign.runs import (
     seed_of,
 )
 from agentjet.research.campaign.strategist import (
-    BROKEN,
     Intervention,
     Proposer,
     ProposerAway,
     View,
+    broken,
     signs,
 )
 from agentjet.research.campaign.subject_repo import SubjectRepo
@@ -87,7 +87,7 @@ DEPTH = 3
 ROUNDS = 12
 FAILURES = 2
 """Rounds after which an intervention that did not gain is not tried again."""
-APART = 1 / 3
+APART = 1 / 4
 """Share of what is left that may be spent to take a confirmed change apart."""
 LONGEST_TEXT = 2_000
 """Maximum characters that are stored of an answer or of a refused proposal."""
@@ -109,12 +109,14 @@ class Screened:
     candidate: Candidate
     seen: RunObservation
     base: RunObservation
+    luck: float = 0.0
+    """Score by which this run of the base is above the mean of all its runs."""
 
     @property
     def gain(self) -> float:
         """Score above the base, of one full run with the same seed."""
         assert self.seen.run.score is not None and self.base.run.score is not None
-        return self.seen.run.score - self.base.run.score
+        return self.seen.run.score - self.base.run.score + self.luck
 
     def to_json(self) -> dict[str, Any]:
         """`at_start` is the gain at step 0, where nothing is learned yet."""
@@ -184,6 +186,8 @@ class Campaign:
             self.position, last = Position(first, first), ROUNDS
             if planned is not None:
                 self._answer(planned, first)
+            first = self._again(first)
+            self.position = Position(first, first)
             for number in count(1):
                 while number > last:
                     last += ROUNDS * self.runs.end(f"{last} rounds are done", f"round {number}")
@@ -193,8 +197,8 @@ class Campaign:
 
     def _answer(self, planned: Mapping[str, Any], first: RunObservation) -> None:
         """Conducts the study of the topic. Raises `Ending`."""
-        while broken := [sign.seen for sign in signs(first.run) if sign.cause in BROKEN]:
-            self.runs.end(broken[0], "first run")
+        while said := broken(first.run):
+            self.runs.end(said[0], "first run")
         study, commits = Study.from_json(planned["study"]), planned["commits"]
         own = [arm.changes for arm in study.arms]
         if self.question.equal in MEASURED:
@@ -252,6 +256,17 @@ class Campaign:
         self.runs.spend(content["spent"], content["hours"])
         return content
 
+    def _again(self, first: RunObservation) -> RunObservation:
+        """The first run of the subject, or a second one that shows a broken judge. One run may also be lucky, so the
+        second gives another score, if the budget pays for it.
+        """
+        if broken(first.run) or self.runs.left() < 2 + self.question.study_cost:
+            return first
+        [again] = self.runs.observe([first.commit], seed_of(self.question, -1), "the subject again", [first.entry])
+        if again.run.score is not None:
+            self.scores[first.commit] = [[again.run.score]]
+        return again if broken(again.run) else first
+
     # ---- the steps of a round ----------------------------------------------------------------------------------------
 
     def _round(self, number: int, position: Position) -> Position:
@@ -263,12 +278,16 @@ class Campaign:
         if not candidates:
             if position.tip != position.base:
                 return Position(position.base, position.base)
-            broken = [sign.seen for sign in signs(position.base.run) if sign.cause in BROKEN]
             unable = "".join(f"; {name} could not run: {note}" for name, note in self.unable.items())
-            self.runs.end(broken[0] if broken else f"nothing is worth trying{unable}", f"round {number}")
+            said = [*broken(position.base.run), f"nothing is worth trying{unable}"]
+            self.runs.end(said[0], f"round {number}")
             return position
         screened = self._screen(number, position, candidates)
         promising = [found for found in screened if found.gain >= PROMISING * self.question.sesoi]
+        promising = promising or [found for found in screened[:1] if found.gain >= self.question.sesoi]  # seen again
+        least_clear = max((found.gain for found in promising), default=0.0) - CLEAR * self.question.sesoi
+        # Among gains that do not differ clearly, the one that ended the most signs: what is left of them hides others.
+        promising.sort(key=lambda found: (found.gain < least_clear, -len(position.base.causes - found.seen.causes)))
         for found in promising[:STUDIES]:
             if "leaking_judge" in found.seen.causes - position.base.causes:
                 reason = "its gain comes with the judge paying answers of other tasks, so it is not a gain"
@@ -367,6 +386,9 @@ class Campaign:
         because, point = [candidate.entry for candidate in candidates], f"round {number} screen"
         self._check_budget(1, point)
         alive = self._not_vetoed(candidates, point)
+        score = position.base.run.score or 0.0
+        others = [other for study in self.scores.get(position.base.commit, ()) for other in study]
+        luck = max(0.0, score - fmean([score, *others]))  # nothing would gain against one lucky run
         affordable = int(self.runs.left() - self.question.study_cost)
         seed = seed_of(self.question, 0)
         short: dict[str, float] = {}
@@ -377,7 +399,7 @@ class Campaign:
             seen = self.runs.observe([each.commit for each in alive], seed, f"round {number} screen", because, SHORT)
             short = {at.commit: at.run.score for at in seen if at.run.score is not None}
             self._note_unable(alive, seen)
-            level = position.base.score_at(SHORT)
+            level = position.base.score_at(SHORT) - luck
             ahead = [each for each in alive[1:] if short.get(each.commit, -math.inf) > level]
             ahead.sort(key=lambda each: -short[each.commit])
             if short.get(alive[0].commit, -math.inf) > level - CLEAR * self.question.sesoi:
@@ -390,7 +412,7 @@ class Campaign:
         full = self.runs.observe([each.commit for each in alive[:affordable]], seed, f"round {number}", because)
         self._note_unable(alive, full)
         found = [
-            Screened(candidate, seen, position.base)
+            Screened(candidate, seen, position.base, luck)
             for candidate, seen in zip(alive, full, strict=False)
             if seen.run.score is not None
         ]
@@ -485,7 +507,7 @@ class Campaign:
             content = {"name": name, "commit": whole, **made, "left_out": left_out}
             known = self.runs.note("parts", content, f"parts of {whole}", [found.candidate.entry])
         commits: dict[str, str] = known.content["arms"]
-        if not commits:
+        if len(commits) + len(known.content["left_out"]) < 2:  # without its only part, the whole is the base
             return
         if is_measured:  # their lengths
             self.runs.observe([*commits.values()], seed_of(self.question, 0), "a part", [known.number], SHORT)
@@ -569,12 +591,15 @@ class Campaign:
         }
 
     def _deeper(self, number: int, position: Position, screened: list[Screened]) -> Position:
-        """Builds on an unconfirmed change that ended a sign, or returns to the base."""
+        """Builds on an unconfirmed change that ended a sign without a loss, or shows one that was hidden; or returns to
+        the base.
+        """
+        shown = {sign.cause for sign in signs(position.tip.run)}
         ended = [
             (position.tip.causes - found.seen.causes, found)
             for found in screened
             if not self.runs.is_vetoed(found.candidate.intervention.name)
-            and found.gain > -2 * self.question.sesoi
+            and (found.gain > -2 * self.question.sesoi or {sign.cause for sign in signs(found.seen.run)} - shown)
             and "leaking_judge" not in found.seen.causes
         ]
         ended = [(gone, found) for gone, found in ended if gone]

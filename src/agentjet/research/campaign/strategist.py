@@ -286,15 +286,11 @@ def keep_mixed(files: Files, by_task: Mapping[str, Sequence[float]], fewest: int
     named = str(tomllib.loads(files["subject.toml"])["tasks"])
     if not named.endswith(".jsonl") or named not in files:
         return {}
-    kept, removed = [], 0
-    for number, row in enumerate(lines(files[named]), 1):
-        task = str(json.loads(row).get("id", f"line-{number}")) if row.strip() else ""
-        least, most, tried = by_task.get(task, (0.0, 0.0, 0))
-        if tried >= fewest and least == most:
-            removed += 1
-        else:
-            kept.append(row)
-    return {named: "".join(kept)} if removed and len(kept) >= fewest else {}
+    rows = dict(enumerate(lines(files[named]), 1))
+    names = {n: str(json.loads(row).get("id", f"line-{n}")) if row.strip() else "" for n, row in rows.items()}
+    equal = {task for task, (least, most, tried) in by_task.items() if tried >= fewest and least == most}
+    kept = [row for number, row in rows.items() if names[number] not in equal]
+    return {named: "".join(kept)} if fewest <= len(kept) < len(rows) else {}
 
 
 def span_of(source: str, node: Any) -> tuple[int, int]:
@@ -401,7 +397,8 @@ def facts_of(run: Outcome) -> dict[str, float]:
     if first and last is not None:
         found["entropy_kept"] = last / first
     for name in ("temperature", "max_tokens"):
-        found[f"overridden_{name}"] = overridden(run, name)
+        # share of the calls that set another value than the job's
+        found[f"overridden_{name}"] = fmean(share or 0.0 for share in run.signals.get(f"overridden/{name}", (0.0,)))
     pays = {*run.curve} | {pay for least, most, _ in run.by_task.values() for pay in (least, most)}
     if run.by_task:
         found["spread"] = max(pays) - min(pays)
@@ -423,12 +420,6 @@ def third(signals: Signals, which: int, name: str) -> float | None:
     return float(part.mean()) if len(part) else None
 
 
-def overridden(run: Outcome, name: str) -> float:
-    """Share of the calls that set another value than the job's."""
-    shares = run.signals.get(f"overridden/{name}", (0.0,))
-    return fmean(share or 0.0 for share in shares)
-
-
 def unseen_fields(run: Outcome) -> list[str]:
     """Inputs of the tasks that a good part of the prompts lack."""
     return sorted(
@@ -448,6 +439,11 @@ def causes(run: Outcome) -> frozenset[str]:
     return frozenset(rule.cause for rule in table()[0] if not rule.noisy and rule.holds(facts))
 
 
+def broken(run: Outcome) -> list[str]:
+    """Why nothing can be proposed for a run."""
+    return [sign.seen for sign in signs(run) if sign.cause in BROKEN]
+
+
 class Strategist:
     """A `Proposer`."""
 
@@ -456,7 +452,7 @@ class Strategist:
     def propose(self, view: View, most: int) -> Sequence[Intervention]:
         run = view.observation
         shown = {sign.cause for sign in signs(run)}
-        if shown & BROKEN:
+        if broken(run):
             return []
         left = facts_of(run).get("left", 1.0)
         fitting = [row for row in table()[1] if (row.cause in shown or not row.cause) and not row.unless & shown]
