@@ -19,7 +19,7 @@ import pytest
 
 from agentjet.cli import example, load_example
 from agentjet.cli.trial_servers import local_slots
-from agentjet.research.campaign.strategist import Intervention, overridden
+from agentjet.research.campaign.strategist import Intervention, facts_of
 from agentjet.research.campaign.subject_repo import SubjectRepo
 from agentjet.research.models import Trial
 from agentjet.research.swarm_runner import SwarmRunner
@@ -62,11 +62,11 @@ def test_commits_are_trained_and_judged_as_deployed(repo: SubjectRepo) -> None:
         for key, commit, share in (("given", repo.first, 1.0), ("half", better, 0.5), ("full", better, 1.0)):
             runner.launch(key, trial(commit, share))
         given, half, full = (runner.collect(key) for key in ("given", "half", "full"))
-    assert overridden(given, "max_tokens") > 0.9, "a limit shows only in answers that end there"
+    assert facts_of(given)["overridden_max_tokens"] > 0.9, "a limit shows only in answers that end there"
     assert given.facts["training_reward"] == 0.0 and "rejected" in given.facts
     assert given.signals["groups/zero_variance"] == (1.0,) * 8
     assert full.facts["training_reward"] == full.facts["judged_reward"]
-    assert full.facts["rejected"] == full.facts["overpaid"] == overridden(full, "max_tokens") == 0.0
+    assert full.facts["rejected"] == full.facts["overpaid"] == facts_of(full)["overridden_max_tokens"] == 0.0
     assert full.curve[:2] == half.curve[:2] and len(full.curve) == 3
     assert full.score is not None and given.score is not None and full.score > given.score
     assert [one.place for one in full.transcripts] == ["best", "median", "worst"]

@@ -279,6 +279,15 @@ def test_what_is_seen_of_the_training_episodes(subject: Subject, tmp_path: Path)
     assert (run.score, run.signals) == (ended.score, ended.signals)
 
 
+def test_of_the_episodes_that_are_paid_the_least_the_oldest_are_compared(subject: Subject) -> None:
+    """A policy varies most at its start: later it may not give the answers any more that training rejects."""
+    wrong, paid, rejected = (("train", "a", answer, reward) for answer, reward in (("9", 0.0), ("1", 1.0), ("1", 0.0)))
+    judged = judged_by(subject, Recorder([*EVALS[:1], *EVALS[2:], *[wrong, paid] * 40, rejected]))
+    asyncio.run(judged.score(0, seed=1))
+    run = asyncio.run(judged.with_training(Outcome("t", "completed", 0.5, (0.1, 0.5))))
+    assert run.facts["rejected"] == 1 / 64
+
+
 # ---- the arm's process -----------------------------------------------------------------------------------------------
 
 CODE = """

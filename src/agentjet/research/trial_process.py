@@ -252,8 +252,7 @@ class JudgedEpisodes:
             listed.append((reward, episode.episode_id, tasks.get((episode.task_set, episode.task_id))))
             if len(listed) >= MAX_COUNTED:
                 break
-        earlier = listed[MAX_JUDGED:]
-        earlier.reverse()  # the oldest vary most: of those that are paid the least, they come first
+        earlier = listed[MAX_JUDGED:][::-1]  # the oldest vary most: of those that are paid the least, they come first
         uneven = [one for one in earlier if one[2] and by_task[one[2].id][0] < by_task[one[2].id][1]]
         ranked = sorted(uneven or earlier, key=lambda one: one[0])
         extreme = ranked if len(ranked) <= 2 * MAX_EXTREME else ranked[:MAX_EXTREME] + ranked[-MAX_EXTREME:]

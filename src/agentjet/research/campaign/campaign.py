@@ -257,9 +257,7 @@ class Campaign:
         return content
 
     def _again(self, first: RunObservation) -> RunObservation:
-        """The first run of the subject, or a second one that shows a broken judge. One run may also be lucky, so the
-        second gives another score, if the budget pays for it.
-        """
+        """The first run of the subject, or a second one that shows a broken judge. Its score counts, too."""
         if broken(first.run) or self.runs.left() < 2 + self.question.study_cost:
             return first
         [again] = self.runs.observe([first.commit], seed_of(self.question, -1), "the subject again", [first.entry])
@@ -591,18 +589,16 @@ class Campaign:
         }
 
     def _deeper(self, number: int, position: Position, screened: list[Screened]) -> Position:
-        """Builds on an unconfirmed change that ended a sign without a loss, or shows one that was hidden; or returns to
-        the base.
-        """
+        """Builds on a change that ended a sign and lost little or shows a hidden sign, or returns to the base."""
         shown = {sign.cause for sign in signs(position.tip.run)}
         ended = [
-            (position.tip.causes - found.seen.causes, found)
+            (gone, found)
             for found in screened
-            if not self.runs.is_vetoed(found.candidate.intervention.name)
+            if (gone := position.tip.causes - found.seen.causes)
+            and not self.runs.is_vetoed(found.candidate.intervention.name)
             and (found.gain > -2 * self.question.sesoi or {sign.cause for sign in signs(found.seen.run)} - shown)
             and "leaking_judge" not in found.seen.causes
         ]
-        ended = [(gone, found) for gone, found in ended if gone]
         if not ended or len(position.unconfirmed) >= DEPTH:
             return Position(position.base, position.base)
         gone, best = max(ended, key=lambda pair: (len(pair[0]), pair[1].gain))

@@ -18,7 +18,7 @@ import json
 import re
 import tomllib
 import unicodedata
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -238,19 +238,14 @@ def show_fields(files: Files, fields: Sequence[str]) -> Files:
     file, name = agent_file(files)
     if not file or not fields:
         return {}
-    source = files[file]
-    for function in ast.walk(ast.parse(source)):
-        if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef) or function.name != name:
-            continue
-        if not function.args.args:
-            return {}
-        task = function.args.args[0].arg
-        for node in ast.walk(function):
-            content = user_content(node)
-            if content is not None:
-                start, end = span_of(source, content)
-                shown = "".join(f"\\n{field}: {{{task}.payload[{field!r}]}}" for field in fields)
-                return {file: f'{source[:start]}({source[start:end]}) + f"{shown}"{source[end:]}'}
+    source, kinds = files[file], (ast.FunctionDef, ast.AsyncFunctionDef)
+    functions = [each for each in ast.walk(ast.parse(source)) if isinstance(each, kinds) and each.name == name]
+    for function in functions:
+        for content in filter(None, map(user_content, ast.walk(function))):
+            start, end = span_of(source, content)
+            task = f"{function.args.args[0].arg}.payload" if function.args.args else ""
+            shown = "".join(f"\\n{field}: {{{task}[{field!r}]}}" for field in fields)
+            return {file: f'{source[:start]}({source[start:end]}) + f"{shown}"{source[end:]}'} if task else {}
     return {}
 
 
@@ -397,7 +392,6 @@ def facts_of(run: Outcome) -> dict[str, float]:
     if first and last is not None:
         found["entropy_kept"] = last / first
     for name in ("temperature", "max_tokens"):
-        # share of the calls that set another value than the job's
         found[f"overridden_{name}"] = fmean(share or 0.0 for share in run.signals.get(f"overridden/{name}", (0.0,)))
     pays = {*run.curve} | {pay for least, most, _ in run.by_task.values() for pay in (least, most)}
     if run.by_task:
@@ -459,10 +453,7 @@ class Strategist:
         rows = [row for row in fitting if row.prior * left >= WORTH and row.name not in view.vetoed]
         found = [(row, made) for row in rows if (made := combined(view, [row])) is not None]
         found.sort(key=lambda pair: -pair[0].prior)
-        best: dict[str, Remedy] = {}
-        for row, _ in found:
-            if row.prior >= LIKELY:
-                best.setdefault(row.cause, row)
+        best = {row.cause: row for row, _ in reversed(found) if row.prior >= LIKELY}
         together = combined(view, sorted(best.values(), key=lambda row: (-row.prior, row.cause)))
         for_signs = [*([together] if together else []), *(made for row, made in found if row.cause)]
         others = [made for row, made in found if not row.cause]
@@ -473,13 +464,22 @@ class Strategist:
         return []
 
 
+EDITS: Mapping[str, Callable[[View, Files], Files]] = {
+    "show_fields": lambda view, files: show_fields(files, unseen_fields(view.observation)),
+    "remove_temperature": lambda view, files: remove_argument(files, "temperature"),
+    "remove_max_tokens": lambda view, files: remove_argument(files, "max_tokens"),
+    "judge_reward": lambda view, files: judge_reward(files, view.judge_source),
+    "keep_mixed": lambda view, files: keep_mixed(files, view.observation.by_task),
+}
+
+
 def combined(view: View, rows: Sequence[Remedy]) -> Intervention | None:
     """These remedies as one intervention, without those that change nothing; None if none is left."""
     run, files = view.observation, dict(view.files)
     changes: dict[str, Value] = {}
     used: list[Remedy] = []
     for row in rows:
-        changed = edited(row, view, files)
+        changed = EDITS[row.edit](view, files) if row.edit else {}
         news = {} if changed else row.changes({**run.settings, **changes})
         if (news and not {*changes} & {*news} - LISTS) or changed:
             changes |= news
@@ -492,33 +492,16 @@ def combined(view: View, rows: Sequence[Remedy]) -> Intervention | None:
     if len(used) > 1:
         predicts = "the score rises more than by one of them alone, because each can hide the others"
         refutes = "the score stays although all the signs are gone"
+    facts = {name: f"{value:.3g}" for name, value in facts_of(run).items()} | {
+        "unseen_names": ", ".join(unseen_fields(run))
+    }
     return Intervention(
         " + ".join(row.name for row in used)[:LONGEST_NAME],
         kinds.pop() if len(kinds) == 1 else "agent",
         changes,
         unified_diff(view.files, files),
-        why="; ".join(filled(row.why, run) for row in used),
+        why="; ".join(row.why.format(**facts) for row in used),
         predicts=predicts,
         refutes=refutes,
         evidence=(view.observed,),
     )
-
-
-def filled(text: str, run: Outcome) -> str:
-    """The text with the run's facts."""
-    shown: dict[str, Any] = {name: f"{value:.3g}" for name, value in facts_of(run).items()}
-    return text.format(**shown, unseen_names=", ".join(unseen_fields(run)))
-
-
-def edited(row: Remedy, view: View, files: Files) -> Files:
-    run = view.observation
-    match row.edit:
-        case "show_fields":
-            return show_fields(files, unseen_fields(run))
-        case "remove_temperature" | "remove_max_tokens":
-            return remove_argument(files, row.edit.removeprefix("remove_"))
-        case "judge_reward":
-            return judge_reward(files, view.judge_source)
-        case "keep_mixed":
-            return keep_mixed(files, run.by_task)
-    return {}
