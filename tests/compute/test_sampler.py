@@ -19,11 +19,11 @@ import torch
 from agentjet.compute import sampler as sampler_module
 from agentjet.compute.policy import Policy
 from agentjet.compute.sampler import ModelSampler
-from agentjet.compute.token_choice import sample_tokens, truncate
+from agentjet.compute.token_choice import truncate
 from agentjet.errors import OutOfCache
 from agentjet.timeline.forest import EVERYTHING, decode_set
 from agentjet.types import SamplingParams
-from tests.compute.conftest import check_same, make_endless, make_policy, run, sampler_of, tokens
+from tests.compute.conftest import check_same, choose, make_endless, make_policy, run, sampler_of, tokens
 
 STATEFUL = ("mamba", "lfm2", "qwen3_next", "bamba")
 """Models with recurrent layers."""
@@ -55,7 +55,7 @@ def test_reported_logprobs_are_those_of_the_distribution_sampled_from(policy: Po
 def test_sampled_tokens_follow_the_distribution() -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0, -1.0]])
     params = SamplingParams(max_tokens=1, temperature=0.5)
-    draws = [sample_tokens(logits, [0], [params], [b""], [u])[0][0] for u in np.linspace(0, 1, 4001)[:-1]]
+    draws = [choose(logits, [0], [params], [b""], [u])[0][0] for u in np.linspace(0, 1, 4001)[:-1]]
     expected = (logits[0] / 0.5).softmax(-1)
     assert np.bincount(draws, minlength=4) / len(draws) == pytest.approx(expected.numpy(), abs=1e-3)
 
@@ -65,14 +65,14 @@ def test_truncation_keeps_the_right_tokens_and_renormalises() -> None:
     assert truncate(logits, 2, 1.0).softmax(-1).tolist() == pytest.approx([0.625, 0.375, 0, 0])
     assert truncate(logits, 0, 0.79).softmax(-1).tolist() == pytest.approx([0.625, 0.375, 0, 0])
     assert truncate(logits, 0, 0.81).softmax(-1)[3] == 0
-    chosen, logprobs, sets = sample_tokens(logits[None], [0], [SamplingParams(max_tokens=1, top_k=2)], [b""], [0.99])
+    chosen, logprobs, sets = choose(logits[None], [0], [SamplingParams(max_tokens=1, top_k=2)], [b""], [0.99])
     assert decode_set(sets[0], 4).tolist() == [True, True, False, False]
     assert chosen == [1] and logprobs[0] == pytest.approx(np.log(0.375), abs=1e-6)
 
 
 def test_a_uniform_that_rounds_to_1_chooses_a_token_of_the_set() -> None:
     params = SamplingParams(max_tokens=1, top_k=5)
-    [chosen], [logprob], _ = sample_tokens(torch.tensor([[0.0] * 5 + [-9.0] * 3]), [0], [params], [b""], [1 - 2**-27])
+    [chosen], [logprob], _ = choose(torch.tensor([[0.0] * 5 + [-9.0] * 3]), [0], [params], [b""], [1 - 2**-27])
     assert chosen == 4 and logprob == pytest.approx(np.log(0.2))
 
 
@@ -80,7 +80,7 @@ def test_a_uniform_that_rounds_to_1_chooses_a_token_of_the_set() -> None:
 def test_the_likeliest_token_is_kept_however_little_is_asked_for(top_p: float) -> None:
     logits = torch.tensor([[0.0, 2.0, 1.0]])
     params = SamplingParams(max_tokens=1, top_p=top_p, top_k=3)
-    [chosen], [logprob], [members] = sample_tokens(logits, [0], [params], [b""], [0.7])
+    [chosen], [logprob], [members] = choose(logits, [0], [params], [b""], [0.7])
     assert (chosen, logprob) == (1, 0.0) and decode_set(members, 3).tolist() == [False, True, False]
 
 
@@ -92,8 +92,8 @@ def test_a_row_that_is_no_distribution_says_so_and_a_neighbour_does_not_notice(
     good = [0.0, 2.0, 1.0]
     params = SamplingParams(max_tokens=1, **shape)
     for mask in (b"", bytes([0b011])):
-        alone = sample_tokens(torch.tensor([good]), [0], [params], [mask], [0.5])
-        both = sample_tokens(torch.tensor([[bad] * 3, good]), [0, 1], [params] * 2, [mask] * 2, [0.5] * 2)
+        alone = choose(torch.tensor([good]), [0], [params], [mask], [0.5])
+        both = choose(torch.tensor([[bad] * 3, good]), [0, 1], [params] * 2, [mask] * 2, [0.5] * 2)
         assert not math.isfinite(both[1][0])
         assert [found[1] for found in both] == [found[0] for found in alone]
 
@@ -119,7 +119,7 @@ def test_a_diverged_policy_fails_its_completions_and_the_sampler_lives(tiny_fold
 def test_greedy_takes_the_most_likely_and_a_neighbour_does_not_notice() -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0]])
     greedy, warm, cold = (SamplingParams(max_tokens=1, temperature=t) for t in (0.0, 1.0, 0.5))
-    chosen, logprobs, sets = sample_tokens(logits, [0, 0, 0], [greedy, warm, cold], [b""] * 3, [0.0, 0.0, 0.0])
+    chosen, logprobs, sets = choose(logits, [0, 0, 0], [greedy, warm, cold], [b""] * 3, [0.0, 0.0, 0.0])
     assert sets == [EVERYTHING] * 3
     assert chosen == [1, 0, 0]
     assert logprobs[1] == pytest.approx(float(logits[0].log_softmax(-1)[0]), abs=1e-6)

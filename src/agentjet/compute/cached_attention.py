@@ -59,8 +59,8 @@ class StepPlan:
         """`positions` [N] belong to the tokens of all spans, in order."""
         self._cache = cache
         self.recurrence: StepRecurrence | None = None
-        blocks = [row.blocks[at // BLOCK] for row, n in spans for at in range(row.filled, row.filled + n)]
-        self._block = torch.tensor(blocks, device=cache.device)
+        places = np.repeat([row.place for row, _ in spans], [n for _, n in spans])
+        self._block = torch.from_numpy(cache.table[places, positions // BLOCK].astype(np.int64)).to(cache.device)
         self._slot = torch.from_numpy(positions % BLOCK).to(cache.device)
         self._singles = [row for row, n in spans if n == 1]
         self._longer = [(row, n) for row, n in spans if n > 1]
@@ -96,7 +96,7 @@ class _Span:
         self._tiles: list[tuple[slice, slice, Tensor]] = []
         for start in range(0, count, BLOCK_TOKENS):
             own = np.arange(start, min(start + BLOCK_TOKENS, count)) + row.filled
-            lowest = np.array([limits.lowest(at) for at in own.tolist()])
+            lowest = limits.lowest_of(own)
             seen = np.arange(lowest[0], own[-1] + 1)
             hidden = torch.from_numpy((seen > own[:, None]) | (seen < lowest[:, None]))
             mask = torch.zeros(hidden.shape, dtype=cache.dtype).masked_fill_(hidden, -torch.inf).to(cache.device)
@@ -130,17 +130,14 @@ class _Singles:
     def __init__(self, rows: list[CacheRow], cache: KeyValueCache, limits: AttentionKind) -> None:
         device, dtype = cache.device, cache.dtype
         own = np.array([row.filled for row in rows])
-        lowest = np.array([limits.lowest(row.filled) for row in rows])
+        lowest = limits.lowest_of(own)
         first, stop = lowest // BLOCK, own // BLOCK + 1
-        counts = stop - first
-        blocks = np.concatenate([row.blocks[a:b] for row, a, b in zip(rows, first, stop, strict=True)])
-        owner = np.repeat(np.arange(len(rows)), counts)
-        ordinal = np.concatenate([np.arange(count) for count in counts])
-        start = (first[owner] + ordinal) * BLOCK
+        blocks, owner, ordinal = cache.listed(rows, first, stop)
+        start = ordinal * BLOCK
         visible = np.minimum(own[owner] + 1 - start, BLOCK)
         order = np.argsort(blocks)
-        self._owner, self._ordinal = (torch.from_numpy(x[order]).to(device) for x in (owner, ordinal))
-        self._longest = int(counts.max())
+        self._owner, self._ordinal = (torch.from_numpy(x[order]).to(device) for x in (owner, ordinal - first[owner]))
+        self._longest = int((stop - first).max())
         self._width = int(visible.max())
         slots = np.arange(self._width)
         hidden = (slots >= visible[order][:, None]) | (slots < (lowest[owner] - start)[order][:, None])
@@ -218,7 +215,7 @@ class PagedPlan:
         self._owner, self._start, self._count, table = tables
         self._table = table.view(num_tiles, width)
 
-    def fill(self, spans: Sequence[tuple[CacheRow, int]]) -> None:
+    def fill(self, spans: Spans) -> None:
         """Take the next tokens of these rows. The other tokens of the plan are padding in the cache's spare block."""
         tokens, positions, rows, block, slot, owner, start, count, table = self._arrays
         table = table.reshape(self._table.shape)
@@ -226,18 +223,12 @@ class PagedPlan:
             padded[:] = value
         owner[:], start[:], count[:], table[:, 0] = -1, 0, 1, self._cache.spare
         if spans:
-            filled, counts = (np.array(x) for x in zip(*((row.filled, n) for row, n in spans), strict=True))
-            own, first = np.repeat(np.arange(len(spans)), counts), np.cumsum(counts) - counts
-            where = np.arange(len(own)) - (first - filled)[own]
-            tokens[: len(own)] = np.concatenate([row.tokens[row.filled : row.filled + n] for row, n in spans])
-            positions[: len(own)], rows[: len(own)] = where, own
-            # The blocks of all rows, one row after the other, and the place of each in its row.
-            num_blocks = (filled + counts - 1) // BLOCK + 1
-            begin = np.cumsum(num_blocks) - num_blocks
-            blocks = np.concatenate([row.blocks[:k] for (row, _), k in zip(spans, num_blocks.tolist(), strict=True)])
-            owners = np.repeat(np.arange(len(spans)), num_blocks)
-            place = np.arange(len(blocks)) - begin[owners]
+            own_tokens, where, own = next_tokens(spans)
+            tokens[: len(own)], positions[: len(own)], rows[: len(own)] = own_tokens, where, own
+            num_blocks = where[np.cumsum([n for _, n in spans]) - 1] // BLOCK + 1
+            blocks, owners, place = self._cache.listed([row for row, _ in spans], 0, num_blocks)
             owner[blocks], start[blocks] = owners, place * BLOCK
+            begin = np.cumsum(num_blocks) - num_blocks
             block[: len(own)], slot[: len(own)] = blocks[begin[own] + where // BLOCK], where % BLOCK
             if self._by_row:
                 table[owners, place], count[: len(spans)] = blocks, num_blocks
@@ -300,15 +291,27 @@ Spans = list[tuple[CacheRow, int]]
 """Rows with the number of their next tokens that a step computes. Rows of one token come first."""
 
 
+def next_tokens(spans: Spans) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
+    """Returns the next tokens [N] of some rows, their positions [N], and the number [N] of the row of each."""
+    num_singles = next((i for i, (_, n) in enumerate(spans) if n > 1), len(spans))
+    filled = np.array([row.filled for row, _ in spans])
+    singles = np.array([row.tokens[row.filled] for row, _ in spans[:num_singles]], np.int32)
+    if num_singles == len(spans):
+        return singles, filled, np.arange(len(spans))
+    counts = np.array([n for _, n in spans])
+    own = np.repeat(np.arange(len(spans)), counts)
+    positions = np.arange(len(own)) - (np.cumsum(counts) - counts - filled)[own]
+    longer = [row.tokens[row.filled : row.filled + n] for row, n in spans[num_singles:]]
+    return np.concatenate([singles, *longer]), positions, own
+
+
 def step_inputs(spans: Spans, cache: KeyValueCache) -> tuple[Tensor, Tensor, StepPlan | PagedPlan]:
     """Returns the next tokens [N] of some rows, their positions [N], and the plan of the step that computes them."""
-    for row, n in spans:
-        cache.extend(row, row.filled + n)
+    cache.extend_all(spans)
     if cache.device.type == "cuda":
         inputs: tuple[Tensor, Tensor, StepPlan | PagedPlan] = paged_inputs(spans, cache)
     else:
-        tokens = np.concatenate([row.tokens[row.filled : row.filled + n] for row, n in spans])
-        positions = np.concatenate([np.arange(row.filled, row.filled + n) for row, n in spans])
+        tokens, positions, _ = next_tokens(spans)
         inputs = torch.from_numpy(tokens).long(), torch.from_numpy(positions), StepPlan(spans, positions, cache)
     if cache.slots:
         inputs[2].recurrence = StepRecurrence(cache.runs(spans), cache.slots, cache.device)
