@@ -127,7 +127,7 @@ def measure(contender: str, workload: str, model: str, threads: int, new_tokens:
 
 # ---- our sampler alone -----------------------------------------------------------------------------------------------
 
-ROWS, CONTEXT, VOCABULARY = 512, 4096, 256
+ROWS, CONTEXT, VOCABULARY = 512, 4096, 32
 CALLS, CALL_TOKENS, LONG_PROMPT = 8, 16, 8000
 BOUNDS_BELOW, BOUNDS_ABOVE = {"beside_prompt": 0.5, "beside_sum": 0.9}, {"host_us_row": 1.5, "restricted_cost": 1.2}
 
@@ -216,8 +216,10 @@ def host_microseconds(*, paged: bool, ends: bool = False, worker: bool = False) 
 
     for _ in range(ROWS):
         submit()
-    while len([*sampler.step()]) < ROWS - 8 * ends:
+    while not ends and len(sampler.step()) < ROWS:
         pass
+    for _ in range(150 * ends):
+        step()
     found = []
     for _ in range(60):
         began = time.process_time()

@@ -359,13 +359,6 @@ class KeyValueCache:
             self.table[row.place, len(row.blocks)] = block
             row.blocks.append(block)
 
-    def extend_all(self, spans: Iterable[tuple[CacheRow, int]]) -> None:
-        """Take the blocks for the next tokens of these rows."""
-        for row, count in spans:
-            length = row.filled + count
-            if row.place < 0 or len(row.blocks) * BLOCK < length:
-                self.extend(row, length)
-
     def listed(
         self, rows: Sequence[CacheRow], first: NDArray[np.int64] | int, stop: NDArray[np.int64]
     ) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:

@@ -216,16 +216,20 @@ class PagedPlan:
         self._table = table.view(num_tiles, width)
 
     def fill(self, spans: Spans) -> None:
-        """Take the next tokens of these rows. The other tokens of the plan are padding in the cache's spare block."""
+        """Take the next tokens of these rows, and blocks for them.
+
+        The other tokens of the plan are padding in the cache's spare block.
+        """
         tokens, positions, rows, block, slot, owner, start, count, table = self._arrays
         table = table.reshape(self._table.shape)
         for padded, value in ((tokens, 0), (positions, 0), (rows, -1), (block, self._cache.spare), (slot, 0)):
             padded[:] = value
         owner[:], start[:], count[:], table[:, 0] = -1, 0, 1, self._cache.spare
         if spans:
-            own_tokens, where, own = next_tokens(spans)
+            own_tokens, where, own = next_tokens(spans, self._cache)
             tokens[: len(own)], positions[: len(own)], rows[: len(own)] = own_tokens, where, own
-            num_blocks = where[np.cumsum([n for _, n in spans]) - 1] // BLOCK + 1
+            last = np.arange(len(own)) if spans[-1][1] == 1 else np.cumsum([n for _, n in spans]) - 1
+            num_blocks = where[last] // BLOCK + 1
             blocks, owners, place = self._cache.listed([row for row, _ in spans], 0, num_blocks)
             owner[blocks], start[blocks] = owners, place * BLOCK
             begin = np.cumsum(num_blocks) - num_blocks
@@ -291,27 +295,32 @@ Spans = list[tuple[CacheRow, int]]
 """Rows with the number of their next tokens that a step computes. Rows of one token come first."""
 
 
-def next_tokens(spans: Spans) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
-    """Returns the next tokens [N] of some rows, their positions [N], and the number [N] of the row of each."""
-    num_singles = next((i for i, (_, n) in enumerate(spans) if n > 1), len(spans))
+def next_tokens(
+    spans: Spans, cache: KeyValueCache
+) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
+    """Returns the next tokens [N] of some rows, their positions [N], and the number [N] of the row of each.
+
+    Takes the blocks of these tokens.
+    """
     filled = np.array([row.filled for row, _ in spans])
-    singles = np.array([row.tokens[row.filled] for row, _ in spans[:num_singles]], np.int32)
-    if num_singles == len(spans):
-        return singles, filled, np.arange(len(spans))
+    if spans[-1][1] == 1:
+        for i in np.flatnonzero(filled % BLOCK == 0).tolist():  # The others have their block.
+            cache.extend(spans[i][0], spans[i][0].filled + 1)
+        return np.array([row.tokens[row.filled] for row, _ in spans]), filled, np.arange(len(spans))
+    for row, n in spans:
+        cache.extend(row, row.filled + n)
     counts = np.array([n for _, n in spans])
     own = np.repeat(np.arange(len(spans)), counts)
     positions = np.arange(len(own)) - (np.cumsum(counts) - counts - filled)[own]
-    longer = [row.tokens[row.filled : row.filled + n] for row, n in spans[num_singles:]]
-    return np.concatenate([singles, *longer]), positions, own
+    return np.concatenate([row.tokens[row.filled : row.filled + n] for row, n in spans]), positions, own
 
 
 def step_inputs(spans: Spans, cache: KeyValueCache) -> tuple[Tensor, Tensor, StepPlan | PagedPlan]:
     """Returns the next tokens [N] of some rows, their positions [N], and the plan of the step that computes them."""
-    cache.extend_all(spans)
     if cache.device.type == "cuda":
         inputs: tuple[Tensor, Tensor, StepPlan | PagedPlan] = paged_inputs(spans, cache)
     else:
-        tokens, positions, _ = next_tokens(spans)
+        tokens, positions, _ = next_tokens(spans, cache)
         inputs = torch.from_numpy(tokens).long(), torch.from_numpy(positions), StepPlan(spans, positions, cache)
     if cache.slots:
         inputs[2].recurrence = StepRecurrence(cache.runs(spans), cache.slots, cache.device)
@@ -319,7 +328,7 @@ def step_inputs(spans: Spans, cache: KeyValueCache) -> tuple[Tensor, Tensor, Ste
 
 
 def paged_inputs(spans: Spans, cache: KeyValueCache) -> tuple[Tensor, Tensor, PagedPlan]:
-    """Returns the `step_inputs` of CUDA. The rows have the blocks of their next tokens."""
+    """Returns the `step_inputs` of CUDA."""
     num_tokens = sum(n for _, n in spans)
     plan = PagedPlan(cache, num_tokens, -(-num_tokens // TILE), cache.num_blocks)
     plan.fill(spans)

@@ -265,7 +265,7 @@ class ModelSampler:
             long_seconds = (self._finished() - between) * num_long / (num_long + num_short)
         else:
             self._compute(short, hidden, complete)
-        new = self._sample(torch.cat(hidden), complete) if complete else NewTokens()
+        new = self._sample(torch.cat(hidden) if len(hidden) > 1 else hidden[0], complete) if complete else NewTokens()
         other_seconds = time.perf_counter() - began - long_seconds
         self._debt = max(0.0, self._debt + (long_seconds * (1 - share) / share if long else 0) - other_seconds)
         return new
@@ -307,12 +307,15 @@ class ModelSampler:
 
     def _compute(self, spans: Spans, hidden: list[Tensor], complete: list[CacheRow]) -> None:
         """Compute the next tokens of rows. Adds the rows that are complete, and the hidden states of their last tokens."""
-        for part in _passes(spans):
-            found = self._forward_recorded(part)
+        for owners, part in _passes(spans):
+            found = self._forward_recorded(owners, part)
             self._cache.advance(part)
+            if part[-1][1] == 1:  # Single tokens are complete.
+                hidden.append(found if self._graphs is None else found.clone())  # The next graph overwrites them.
+                complete += [row for row, _ in part]
+                continue
             last = np.cumsum([n for _, n in part]) - 1
             whole = [i for i, (row, _) in enumerate(part) if row.filled == row.length]
-            # A copy: the next graph overwrites the states.
             hidden.append(found[torch.from_numpy(last[whole])])
             complete += [part[i][0] for i in whole]
 
@@ -360,29 +363,30 @@ class ModelSampler:
             started[completion.policy] += 1
         return [completion for _, completion in sorted(ranked, key=lambda pair: pair[0])]
 
-    def _forward_recorded(self, spans: Spans) -> Tensor:
+    def _forward_recorded(self, owners: set[Policy], spans: Spans) -> Tensor:
         """As `_forward`. Adds the routes of the tokens to their rows if a policy records them."""
-        owners = dict.fromkeys(row.owner for row, _ in spans)
         shape = next((owner.info.routes for owner in owners if owner.records_routes), None)
         if shape is None:
-            return self._forward(spans)
+            return self._forward(owners, spans)
         with routing(recorded := RoutePass()):
-            hidden = self._forward(spans)
+            hidden = self._forward(owners, spans)
         choices, start = recorded.chosen.to(torch.int8 if shape.experts <= 128 else torch.int16).cpu().numpy(), 0
         for row, count in spans:
             row.add_routes(choices[start : start + count])
             start += count
         return hidden
 
-    def _forward(self, spans: Spans) -> Tensor:
-        """Compute the next tokens of each row and store their state; returns their hidden states in order."""
+    def _forward(self, owners: set[Policy], spans: Spans) -> Tensor:
+        """Compute the next tokens of each row and store their state; returns their hidden states in order.
+
+        `owners` are the policies of the rows.
+        """
         if not self.policy.info.shares_prefixes:
             return torch.cat([self._forward_row(row, n) for row, n in spans])
-        self.num_computed += sum(n for _, n in spans)
-        owners = {row.owner for row, _ in spans}
-        policy = owners.pop() if len(owners) == 1 else None
-        if self._graphs is not None and policy is not None and spans[-1][1] == 1:
-            self._cache.extend_all(spans)
+        singles = spans[-1][1] == 1
+        self.num_computed += len(spans) if singles else sum(n for _, n in spans)
+        policy = next(iter(owners)) if len(owners) == 1 else None
+        if self._graphs is not None and policy is not None and singles:
             hidden = self._graphs.hidden(policy, [row for row, _ in spans])
             if hidden is not None:
                 return hidden
@@ -408,17 +412,20 @@ class ModelSampler:
         groups = [self._running[row] for row in rows]
         completions = [c for group in groups for c in group]
         places = np.array([c.place for c in completions])
-        of = np.repeat(np.arange(len(rows)), [len(group) for group in groups])
+        of = np.arange(len(rows))
+        if len(completions) > len(rows):
+            of = np.repeat(of, [len(group) for group in groups])
+        owners = {row.owner for row in rows}
         special = np.flatnonzero(self._places.is_special[places]).tolist()
         masks = {i: guide.mask for i in special if (guide := completions[i].guide)}
         tokens, logprobs, support = sample_tokens(
-            _logits(self.policy, hidden, rows), self._places.rules(places, of, masks)
+            _logits(self.policy, owners, hidden, rows), self._places.rules(places, of, masks)
         )
         self._places.left[places] -= 1
         is_over = self._places.left[places] == 0
         new = NewTokens([c.id for c in completions], tokens.tolist(), logprobs.tolist(), support)
         new.reasons.update(dict.fromkeys(np.flatnonzero(is_over).tolist(), "length"))
-        ends = frozenset[int]().union(*(policy.end_tokens for policy in {row.owner for row in rows}))
+        ends = frozenset[int]().union(*(policy.end_tokens for policy in owners))
         for i in np.flatnonzero(np.isin(tokens, list(ends))).tolist():
             if new.tokens[i] in completions[i].policy.end_tokens:
                 new.reasons[i] = "stop"
@@ -438,7 +445,8 @@ class ModelSampler:
         for row, group in zip(rows, groups, strict=True):
             stop = start + len(group)
             if len(group) == 1 and not over[start]:
-                row.append(new.tokens[start])
+                row.tokens[row.length] = new.tokens[start]  # As `append`: a call takes longer.
+                row.length += 1
             else:
                 by_token: dict[int, list[RunningCompletion]] = {}
                 for c, token, ended in zip(group, new.tokens[start:stop], over[start:stop], strict=True):
@@ -484,19 +492,22 @@ def _new_routes(completion: RunningCompletion, row: CacheRow) -> Choices | None:
     return row.routes[first : row.filled].copy()
 
 
-def _passes(spans: Spans) -> list[Spans]:
-    """Returns the spans of each forward pass. Adapters that cannot be mixed with others have a pass alone."""
-    if len({row.owner for row, _ in spans}) == 1:
-        return [spans]
-    passes: dict[Policy | None, Spans] = {}
+def _passes(spans: Spans) -> list[tuple[set[Policy], Spans]]:
+    """Returns the spans of each forward pass, with their policies. Adapters that cannot be mixed have a pass alone."""
+    owners = {row.owner for row, _ in spans}
+    if len(owners) == 1:
+        return [(owners, spans)]
+    passes: dict[Policy | None, tuple[set[Policy], Spans]] = {}
     for row, count in spans:
-        passes.setdefault(None if row.owner.mixable_layers else row.owner, []).append((row, count))
+        owners, part = passes.setdefault(None if row.owner.mixable_layers else row.owner, (set(), []))
+        owners.add(row.owner)
+        part.append((row, count))
     return list(passes.values())
 
 
-def _logits(base: Policy, hidden: Tensor, rows: list[CacheRow]) -> Tensor:
-    """Returns logits [R, V] of hidden states [R, hidden], each by the head of its row's policy."""
-    if not any(row.owner.adapts_head for row in rows):
+def _logits(base: Policy, owners: set[Policy], hidden: Tensor, rows: list[CacheRow]) -> Tensor:
+    """Returns logits [R, V] of hidden states [R, hidden], each by the head of its row's policy, one of `owners`."""
+    if not any(owner.adapts_head for owner in owners):
         return base.head(hidden)
     return torch.cat([row.owner.head(one[None]) for row, one in zip(rows, hidden, strict=True)])
 
