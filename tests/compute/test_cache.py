@@ -103,6 +103,11 @@ def test_every_block_has_one_owner_and_reservations_hold(seed: int) -> None:
         owned = [block for row in (*cache._idle, *cache._active) for block in row.blocks]
         assert sorted([*owned, *cache._free]) == list(range(24))
         assert all(row.filled <= len(row.blocks) * BLOCK for row in active)
+        placed = [row for row in active if row.place >= 0]
+        assert len({row.place for row in placed} | {*cache._free_places}) == len(cache.table)
+        assert all(row.place < 0 for row in cache._idle)
+        for row in placed:
+            assert cache.table[row.place, : len(row.blocks)].tolist() == row.blocks
         reserved = sum(-(-row.capacity // BLOCK) for row in active)
         assert set(cache._active) == set(active) and 24 - cache.num_unreserved == reserved <= 24
     for row in active:

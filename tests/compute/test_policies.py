@@ -169,7 +169,7 @@ def test_a_step_of_one_policy_pauses_and_invalidates_that_policy_only(tmp_path: 
     assert sampler.num_computed - before == 3 + 31, "keys of the other were dropped"
     worker.handle("cancel", B, 1)
     worker.handle("optim_step", A, Op.of(A, 1), OptimizerConfig())
-    assert sampler.is_idle and sampler.step() == []
+    assert sampler.is_idle and not sampler.step()
 
 
 def test_paused_completions_that_hold_the_cache_let_the_worker_wait(tiny_folder: Path) -> None:
@@ -180,7 +180,7 @@ def test_paused_completions_that_hold_the_cache_let_the_worker_wait(tiny_folder:
     sampler.step()
     sampler.paused.add(one)
     sampler.submit(2, tokens(1, 150), SamplingParams(max_tokens=20), other)
-    assert sampler.step() == [] and sampler.is_idle
+    assert not sampler.step() and sampler.is_idle
     sampler.invalidate(one)
     while not sampler.is_idle:
         last = sampler.step()[-1]

@@ -152,6 +152,7 @@ class NewTokens:
         return map(self.__getitem__, range(len(self)))
 
     def __getitem__(self, at: int) -> NewToken:
+        at = range(len(self))[at]
         support = self.support[at] if self.support else EVERYTHING
         others = self.reasons.get(at), self.errors.get(at), self.routes.get(at)
         return NewToken(self.ids[at], self.tokens[at], self.logprobs[at], support, *others)
