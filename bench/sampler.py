@@ -10,7 +10,7 @@ last line; `ratio` is our tokens per second over the library's.
   `_cpu` with those of a CPU, `_worker` with the worker's part, `_ends` if completions of 200 tokens on average and of
   prompts of 100 end and start;
 * `restricted_cost`: a step of 64 completions with `top_p = 0.9`, divided by one without;
-* `beside_prompt`: tokens per second of short calls beside a prompt of 8,000 tokens, divided by those of the calls alone;
+* `beside_prompt`: tokens per second of short calls beside a prompt of 8,000 tokens, divided by their own alone;
   `beside_sum`: the same plus the ratio of the prompt's speed.
 """
 

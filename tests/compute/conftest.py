@@ -122,7 +122,11 @@ def tokens(seed: int, length: int) -> np.ndarray:
 
 
 def choose(
-    logits: Tensor, of: Sequence[int], params: Sequence[SamplingParams], masks: Sequence[bytes], uniforms: Sequence[float]
+    logits: Tensor,
+    of: Sequence[int],
+    params: Sequence[SamplingParams],
+    masks: Sequence[bytes],
+    uniforms: Sequence[float],
 ) -> tuple[list[int], list[float], list[bytes]]:
     """`sample_tokens` with the rules of these completions. An empty mask allows every token."""
     rules = Rules(

@@ -143,7 +143,7 @@ class _Singles:
         hidden = (slots >= visible[order][:, None]) | (slots < (lowest[owner] - start)[order][:, None])
         mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(torch.from_numpy(hidden), -torch.inf)
         self._masks = torch.split(mask.to(device)[:, None, None], BLOCKS_PER_CALL)
-        ascending = blocks[order]
+        ascending = blocks[order].astype(np.int64)
         self._blocks = [
             _place(ascending[at : at + BLOCKS_PER_CALL], device) for at in range(0, len(ascending), BLOCKS_PER_CALL)
         ]
@@ -295,9 +295,7 @@ Spans = list[tuple[CacheRow, int]]
 """Rows with the number of their next tokens that a step computes. Rows of one token come first."""
 
 
-def next_tokens(
-    spans: Spans, cache: KeyValueCache
-) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
+def next_tokens(spans: Spans, cache: KeyValueCache) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
     """Returns the next tokens [N] of some rows, their positions [N], and the number [N] of the row of each.
 
     Takes the blocks of these tokens.

@@ -314,7 +314,8 @@ class _Piece:
     """Tokens before the first of `routes`."""
 
     def sampled(self, reason: FinishReason | None) -> Sampled:
-        support, shape, routes = (), self.hosted.policy.info.routes, b""
+        support: tuple[bytes, ...] = ()
+        shape, routes = self.hosted.policy.info.routes, b""
         if self.support:
             support = tuple(self.support.get(at, EVERYTHING) for at in range(len(self.tokens)))
         if self.routes and shape is not None:

@@ -307,7 +307,7 @@ class ModelSampler:
         return time.perf_counter()
 
     def _compute(self, spans: Spans, hidden: list[Tensor], complete: list[CacheRow]) -> None:
-        """Compute the next tokens of rows. Adds the rows that are complete, and the hidden states of their last tokens."""
+        """Compute the next tokens of rows. Adds the complete rows, and the hidden states of their last tokens."""
         for owners, part in _passes(spans):
             found = self._forward_recorded(owners, part)
             self._cache.advance(part)

@@ -174,45 +174,51 @@ def sample_tokens(logits: Tensor, rules: Rules) -> Choice:
     mask, its log-probability is not finite, and its token must be ignored.
     """
     first, of = rules.distinct()
-    device, greedy = logits.device, rules.temperatures == 0
-    rows = rules.rows[first]
-    tempered = logits if len(rows) == len(logits) and (rows == np.arange(len(rows))).all() else logits[_to(rows, device)]
-    tempered = tempered.float()
-    warm = np.where(greedy, np.float32(1), rules.temperatures)[first]
-    if (warm != 1).any():
-        tempered = tempered / _to(warm, device)[:, None]
-    sets = [EVERYTHING] * len(first)
-    masked = [d for d, c in enumerate(first.tolist()) if c in rules.masks] if rules.masks else []
-    if masked:
-        tempered = _masked(tempered, masked, [rules.masks[int(first[d])] for d in masked])
+    device, greedy, num = logits.device, rules.temperatures == 0, len(first)
+    tempered, masked = _tempered(logits, rules, first)
     top_ks, top_ps = (np.where(greedy, none, own)[first] for own, none in ((rules.top_ks, 0), (rules.top_ps, 1.0)))
-    truncated = np.flatnonzero((top_ks > 0) | (top_ps < 1))
-    tokens, logprobs = np.zeros(len(of), np.int64), np.zeros(len(of), np.float32)
-    is_wide = np.ones(len(first), bool)
-    if len(truncated):
+    is_truncated, is_narrow = (top_ks > 0) | (top_ps < 1), np.zeros(num, bool)
+    tokens, logprobs, sets = np.zeros(len(of), np.int64), np.zeros(len(of), np.float32), [EVERYTHING] * num
+    if is_truncated.any():
+        truncated = np.flatnonzero(is_truncated)
         likeliest = _Likeliest(tempered, truncated, top_ks[truncated], top_ps[truncated])
-        is_wide[likeliest.rows] = False
-        own = np.flatnonzero(~is_wide[of])
-        places = np.searchsorted(likeliest.rows, of[own])
-        tokens[own], logprobs[own] = likeliest.choose(places, rules.uniforms[own])
-        for d, members in zip(likeliest.rows.tolist(), likeliest.sets(), strict=True):
+        narrow = likeliest.rows
+        is_narrow[narrow] = True
+        own = np.flatnonzero(is_narrow[of])
+        tokens[own], logprobs[own] = likeliest.choose(np.searchsorted(narrow, of[own]), rules.uniforms[own])
+        for d, members in zip(narrow.tolist(), likeliest.sets(), strict=True):
             sets[d] = members
-        for d in truncated[is_wide[truncated]].tolist():
-            if tempered is logits:  # The caller's own.
-                tempered = tempered.clone()
-            tempered[d] = truncate(tempered[d], int(top_ks[d]), float(top_ps[d]))
-    if is_wide.any():
-        wide = np.flatnonzero(is_wide)
-        restricted = wide[np.isin(wide, truncated) | np.isin(wide, masked)]
-        if len(restricted):
-            members = (tempered[_to(restricted, device)] != -torch.inf).cpu().numpy()
-            for d, row in zip(restricted.tolist(), members, strict=True):
-                sets[d] = encode_set(row) if row.any() else EVERYTHING
-        own = np.flatnonzero(is_wide[of])
-        among = tempered if len(wide) == len(first) else tempered[_to(wide, device)]
+    if not is_narrow.all():
+        wide, own = np.flatnonzero(~is_narrow), np.flatnonzero(~is_narrow[of])
+        among = tempered if len(wide) == num else tempered[_to(wide, device)]
+        restricted = [i for i, d in enumerate(wide.tolist()) if is_truncated[d] or d in masked]
+        if restricted:
+            among = among.clone() if among is logits else among  # The logits are the caller's.
+            for i in restricted:
+                among[i] = truncate(among[i], int(top_ks[wide[i]]), float(top_ps[wide[i]]))
+            members_of = (among[_to(np.array(restricted), device)] != -torch.inf).cpu().numpy()
+            for i, row in zip(restricted, members_of, strict=True):
+                sets[int(wide[i])] = encode_set(row) if row.any() else EVERYTHING
         places = np.searchsorted(wide, of[own])
         tokens[own], logprobs[own] = _chosen(among, places, rules.uniforms[own], greedy[own])
     return Choice(tokens, logprobs, [sets[d] for d in of.tolist()] if any(sets) else None)
+
+
+def _tempered(logits: Tensor, rules: Rules, first: NDArray[np.int64]) -> tuple[Tensor, set[int]]:
+    """Returns logits [D, V] of distributions after masks and temperature, and the distributions with a mask.
+
+    `first` is a completion of each. The result may be `logits`.
+    """
+    rows, device = rules.rows[first], logits.device
+    is_all = len(rows) == len(logits) and bool((rows == np.arange(len(rows))).all())
+    tempered = (logits if is_all else logits[_to(rows, device)]).float()
+    temperatures = np.where(rules.temperatures == 0, np.float32(1), rules.temperatures)[first]
+    if (temperatures != 1).any():
+        tempered = tempered / _to(temperatures, device)[:, None]
+    masks = {d: rules.masks[c] for d, c in enumerate(first.tolist()) if c in rules.masks} if rules.masks else {}
+    if masks:
+        tempered = _masked(tempered, [*masks], [*masks.values()])
+    return tempered, {*masks}
 
 
 def _to(array: NDArray[Any], device: torch.device) -> Tensor:
