@@ -17,7 +17,7 @@ from agentjet.compute.learner import PolicyLearner
 from agentjet.compute.model import load_policy
 from agentjet.compute.policy import Policy
 from agentjet.compute.sampler import ModelSampler, NewToken
-from agentjet.compute.token_choice import Rules, sample_tokens
+from agentjet.compute.token_choice import ChoiceRules, sample_tokens
 from agentjet.config import ModelConfig
 from agentjet.processes.supervisor import LocalPlacement
 from agentjet.timeline.forest import EVERYTHING, Forest, Row, call_row
@@ -129,7 +129,7 @@ def choose(
     uniforms: Sequence[float],
 ) -> tuple[list[int], list[float], list[bytes]]:
     """`sample_tokens` with the rules of these completions. An empty mask allows every token."""
-    rules = Rules(
+    rules = ChoiceRules(
         np.array(of),
         np.array([p.temperature for p in params], np.float32),
         np.array([p.top_k for p in params]),

@@ -33,7 +33,7 @@ from agentjet.compute.memory import STATES_PER_COMPLETION
 from agentjet.compute.model import copied_modules
 from agentjet.compute.policy import PROBE_TOKENS, Policy, first_line, probe_tokens, tolerance
 from agentjet.compute.routes import RoutePass, present_routes, routing
-from agentjet.compute.token_choice import Grammars, Guide, Rules, sample_tokens
+from agentjet.compute.token_choice import ChoiceRules, Grammars, Guide, sample_tokens
 from agentjet.errors import ComputeError, GrammarError, OutOfCache
 from agentjet.timeline.forest import EVERYTHING
 from agentjet.timeline.routes import Choices
@@ -105,7 +105,7 @@ class _Running:
         self._free.append(completion.place)
         completion.place = -1
 
-    def rules(self, places: NDArray[np.int64], rows: NDArray[np.int64], masks: dict[int, bytes]) -> Rules:
+    def rules(self, places: NDArray[np.int64], rows: NDArray[np.int64], masks: dict[int, bytes]) -> ChoiceRules:
         """Returns the rules of the next tokens of completions, with one random number each."""
         drawn = self._num_drawn[places]
         for place in places[drawn == UNIFORMS].tolist():
@@ -114,7 +114,7 @@ class _Running:
         drawn %= UNIFORMS
         self._num_drawn[places] = drawn + 1
         uniforms = self._uniforms[places, drawn]
-        return Rules(rows, self.temperatures[places], self.top_ks[places], self.top_ps[places], uniforms, masks)
+        return ChoiceRules(rows, self.temperatures[places], self.top_ks[places], self.top_ps[places], uniforms, masks)
 
 
 @dataclass(frozen=True, slots=True)

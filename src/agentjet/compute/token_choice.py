@@ -130,7 +130,7 @@ def _first_line(message: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class ChoiceRules:
     """The rules by which C completions choose their next token, as arrays [C]. See `SamplingParams`."""
 
     rows: NDArray[np.int64]
@@ -155,7 +155,7 @@ class Rules:
         return np.unique(of, return_index=True)[1], of
 
 
-class Choice(NamedTuple):
+class ChosenTokens(NamedTuple):
     """The tokens [C] that completions chose, their log-probabilities [C], and the sets that they were chosen from.
 
     The sets are None if each is the whole vocabulary.
@@ -166,7 +166,7 @@ class Choice(NamedTuple):
     support: list[bytes] | None
 
 
-def sample_tokens(logits: Tensor, rules: Rules) -> Choice:
+def sample_tokens(logits: Tensor, rules: ChoiceRules) -> ChosenTokens:
     """Sample one token for each of C completions from rows of `logits` [R, V].
 
     The log-probabilities are those of the sampled distribution: over the set (see `timeline.forest`), after
@@ -201,10 +201,10 @@ def sample_tokens(logits: Tensor, rules: Rules) -> Choice:
                 sets[int(wide[i])] = encode_set(row) if row.any() else EVERYTHING
         places = np.searchsorted(wide, of[own])
         tokens[own], logprobs[own] = _chosen(among, places, rules.uniforms[own], greedy[own])
-    return Choice(tokens, logprobs, [sets[d] for d in of.tolist()] if any(sets) else None)
+    return ChosenTokens(tokens, logprobs, [sets[d] for d in of.tolist()] if any(sets) else None)
 
 
-def _tempered(logits: Tensor, rules: Rules, first: NDArray[np.int64]) -> tuple[Tensor, set[int]]:
+def _tempered(logits: Tensor, rules: ChoiceRules, first: NDArray[np.int64]) -> tuple[Tensor, set[int]]:
     """Returns logits [D, V] of distributions after masks and temperature, and the distributions with a mask.
 
     `first` is a completion of each. The result may be `logits`.
