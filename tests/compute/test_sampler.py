@@ -66,9 +66,11 @@ def test_sampled_tokens_follow_the_distribution() -> None:
 
 def test_truncation_keeps_the_right_tokens_and_renormalises() -> None:
     logits = torch.log(torch.tensor([0.5, 0.3, 0.15, 0.05]))
-    assert truncate(logits, 2, 1.0).softmax(-1).tolist() == pytest.approx([0.625, 0.375, 0, 0])
-    assert truncate(logits, 0, 0.79).softmax(-1).tolist() == pytest.approx([0.625, 0.375, 0, 0])
-    assert truncate(logits, 0, 0.81).softmax(-1)[3] == 0
+    rows = truncate(logits.expand(5, -1), np.array([2, 0, 0, 0, 0]), np.array([1.0, 0.79, 0.81, 0.2, 1.0]))
+    assert rows.isfinite().sum(-1).tolist() == [2, 2, 3, 1, 4]
+    assert rows[:2].softmax(-1).tolist() == [pytest.approx([0.625, 0.375, 0, 0])] * 2
+    tied = truncate(torch.zeros(2, 8), np.array([3, 0]), np.array([1.0, 0.5]))
+    assert (tied == 0).tolist() == [[True] * 8, [True] * 4 + [False] * 4]
     chosen, logprobs, sets = choose(logits[None], [0], [SamplingParams(max_tokens=1, top_k=2)], [b""], [0.99])
     assert decode_set(sets[0], 4).tolist() == [True, True, False, False]
     assert chosen == [1] and logprobs[0] == pytest.approx(np.log(0.375), abs=1e-6)
@@ -80,7 +82,13 @@ def one_by_one(logits: torch.Tensor, params: SamplingParams, mask: bytes, unifor
     if mask:
         allowed = np.unpackbits(np.frombuffer(mask, np.uint8), count=len(own), bitorder="little")
         own = own.masked_fill(torch.from_numpy(allowed == 0), -torch.inf)
-    own = truncate(own, params.top_k, params.top_p)
+    ordered, order = own.sort(descending=True, stable=True)
+    if params.top_k:
+        ordered = ordered.masked_fill(ordered < ordered[min(params.top_k, len(own)) - 1], -torch.inf)
+    probabilities = ordered.softmax(-1)
+    if params.top_p < 1:
+        ordered = ordered.masked_fill(probabilities.cumsum(-1) - probabilities >= params.top_p, -torch.inf)
+    own = own.scatter(0, order, ordered)
     cumulative = own.softmax(-1).cumsum(-1)
     token = int(torch.searchsorted(cumulative, torch.tensor([uniform]) * cumulative[-1:], right=True))
     return token, float(own.log_softmax(-1)[token]), encode_set((own != -torch.inf).numpy())

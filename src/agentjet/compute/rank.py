@@ -534,9 +534,9 @@ class Rank:
                 piece.logprobs.append(logprob)
                 if len(piece.tokens) >= piece.size:
                     complete[id] = None
-            for id, members in zip(new.ids, new.support or (), strict=bool(new.support)):
+            for at, members in enumerate(new.support or ()):
                 if members != EVERYTHING:
-                    piece = self._pieces[id]
+                    piece = self._pieces[new.ids[at]]
                     piece.support[len(piece.tokens) - 1] = members
             for at, routes in new.routes.items():
                 self._pieces[new.ids[at]].routes.append(routes)

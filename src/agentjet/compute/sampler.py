@@ -261,11 +261,11 @@ class ModelSampler:
         self._compute(singles, hidden, complete)
         if long:
             between = self._finished()
-            self._compute(short + long, hidden, complete)
+            self._compute(sorted(short + long, key=_is_longer), hidden, complete)
             num_long, num_short = (sum(n for _, n in spans) for spans in (long, short))
             long_seconds = (self._finished() - between) * num_long / (num_long + num_short)
         else:
-            self._compute(short, hidden, complete)
+            self._compute(sorted(short, key=_is_longer), hidden, complete)
         new = self._sample(torch.cat(hidden) if len(hidden) > 1 else hidden[0], complete) if complete else NewTokens()
         other_seconds = time.perf_counter() - began - long_seconds
         self._debt = max(0.0, self._debt + (long_seconds * (1 - share) / share if long else 0) - other_seconds)
@@ -298,7 +298,7 @@ class ModelSampler:
             count = min(row.num_missing, budget) if self.policy.info.shares_prefixes else row.num_missing
             spans.append((row, count))
             budget -= count
-        return sorted(spans, key=lambda span: span[1] > 1)
+        return spans
 
     def _finished(self) -> float:
         """Returns the time at which the computation so far is finished: the present. On CUDA, waits for it."""
@@ -311,14 +311,14 @@ class ModelSampler:
         for owners, part in _passes(spans):
             found = self._forward_recorded(owners, part)
             self._cache.advance(part)
-            if part[-1][1] == 1:  # Single tokens are complete.
-                hidden.append(found if self._graphs is None else found.clone())  # The next graph overwrites them.
-                complete += [row for row, _ in part]
+            whole = [row for row, _ in part if row.filled == row.length]
+            complete += whole
+            if len(whole) == len(found):  # The next graph overwrites the states.
+                hidden.append(found if self._graphs is None else found.clone())
                 continue
             last = np.cumsum([n for _, n in part]) - 1
-            whole = [i for i, (row, _) in enumerate(part) if row.filled == row.length]
-            hidden.append(found[torch.from_numpy(last[whole])])
-            complete += [part[i][0] for i in whole]
+            own = last[[row.filled == row.length for row, _ in part]]
+            hidden.append(found[torch.from_numpy(own)])
 
     def _admit(self) -> None:
         """Start waiting requests: of the policy with the fewest running completions, then in order of arrival.
@@ -491,6 +491,11 @@ def _new_routes(completion: RunningCompletion, row: CacheRow) -> Choices | None:
         return None
     first, completion.num_routed = completion.num_routed, row.filled
     return row.routes[first : row.filled].copy()
+
+
+def _is_longer(span: tuple[CacheRow, int]) -> bool:
+    """The order of the spans of a pass: single tokens come first."""
+    return span[1] > 1
 
 
 def _passes(spans: Spans) -> list[tuple[set[Policy], Spans]]:

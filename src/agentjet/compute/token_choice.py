@@ -30,7 +30,7 @@ from agentjet.types import ModelInfo
 
 MAX_GRAMMARS = 16
 """Compiled grammars in memory. Each takes about 200 bytes per character; `rendering.grammar` limits its characters."""
-LIKELIEST = 256
+LIKELIEST = 1024
 """Tokens of most probability among which a truncated set is looked for, before the whole vocabulary is sorted."""
 
 
@@ -194,8 +194,8 @@ def sample_tokens(logits: Tensor, rules: ChoiceRules) -> ChosenTokens:
         restricted = [i for i, d in enumerate(wide.tolist()) if is_truncated[d] or d in masked]
         if restricted:
             among = among.clone() if among is logits else among  # The logits are the caller's.
-            for i in restricted:
-                among[i] = truncate(among[i], int(top_ks[wide[i]]), float(top_ps[wide[i]]))
+            if len(cut := np.flatnonzero(is_truncated[wide])):
+                among[_to(cut, device)] = truncate(among[_to(cut, device)], top_ks[wide[cut]], top_ps[wide[cut]])
             members_of = (among[_to(np.array(restricted), device)] != -torch.inf).cpu().numpy()
             for i, row in zip(restricted, members_of, strict=True):
                 sets[int(wide[i])] = encode_set(row) if row.any() else EVERYTHING
@@ -214,7 +214,8 @@ def _tempered(logits: Tensor, rules: ChoiceRules, first: NDArray[np.int64]) -> t
     tempered = (logits if is_all else logits[_to(rows, device)]).float()
     temperatures = np.where(rules.temperatures == 0, np.float32(1), rules.temperatures)[first]
     if (temperatures != 1).any():
-        tempered = tempered / _to(temperatures, device)[:, None]
+        divisors = _to(temperatures, device)[:, None]
+        tempered = tempered / divisors if tempered is logits else tempered.div_(divisors)
     masks = {d: rules.masks[c] for d, c in enumerate(first.tolist()) if c in rules.masks} if rules.masks else {}
     if masks:
         tempered = _masked(tempered, [*masks], [*masks.values()])
@@ -265,7 +266,7 @@ class _Likeliest:
         device, self._vocabulary = tempered.device, tempered.shape[1]
         among = tempered if len(rows) == len(tempered) else tempered[_to(rows, device)]
         width = min(LIKELIEST, self._vocabulary)
-        values, ids = among.topk(width)
+        values, ids = _likeliest(among, width)
         limits, masses = _to(np.where(top_ks > 0, top_ks, width), device), _to(top_ps.astype(np.float32), device)
         # As large as the k-th: ties stay. Tokens outside a mask do not.
         inside = values >= values.gather(1, limits.clamp(max=width)[:, None] - 1)
@@ -314,26 +315,55 @@ def restrict(logits: Tensor, top_k: int, top_p: float, mask: bytes) -> bytes:
     if mask:
         logits.copy_(_masked(logits[None], [0], [mask])[0])
     if top_k or top_p < 1:
-        logits.copy_(truncate(logits, top_k, top_p))
+        logits.copy_(truncate(logits[None], np.array([top_k]), np.array([top_p]))[0])
     elif not mask:
         return EVERYTHING
     members = (logits != -torch.inf).cpu().numpy()
     return encode_set(members) if members.any() else EVERYTHING
 
 
-def truncate(logits: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Set `logits` [V] outside the top k, then outside the smallest set of mass `top_p`, to -inf.
+def truncate(logits: Tensor, top_ks: NDArray[np.int64], top_ps: NDArray[np.float64]) -> Tensor:
+    """Set rows of `logits` [T, V] outside the top k, then outside the smallest set of mass top p, to -inf.
 
-    The likeliest token always stays.
+    A top k of 0 and a top p of 1 exclude nothing. The likeliest token always stays. Tokens as likely as the k-th stay;
+    of tokens as likely as the last one of a mass, those with the lowest ids.
     """
-    kept = logits
-    if top_k and top_k < len(logits):
-        smallest = logits.topk(top_k).values[-1]
-        kept = logits.masked_fill(logits < smallest, -torch.inf)
-    if top_p < 1:
-        ordered, order = kept.sort(descending=True)
-        probabilities = ordered.softmax(-1)
-        outside = probabilities.cumsum(-1) - probabilities >= top_p
-        outside[0] = False  # a top_p below float32's smallest number is 0
-        kept = kept.scatter(0, order, ordered.masked_fill(outside, -torch.inf))
+    device, vocabulary = logits.device, logits.shape[1]
+    limits, masses = _to(np.where(top_ks > 0, top_ks, vocabulary), device), _to(top_ps.astype(np.float32), device)
+    ordered = _descending(logits)
+    smallest = ordered.gather(1, limits.clamp(max=vocabulary)[:, None] - 1)
+    ordered = ordered.masked_fill(ordered < smallest, -torch.inf)
+    probabilities = ordered.softmax(-1)
+    outside = (probabilities.cumsum(-1) - probabilities >= masses[:, None]) & (masses < 1)[:, None]
+    outside |= ordered == -torch.inf
+    outside[:, 0] = False  # a top_p below float32's smallest number is 0
+    sizes = vocabulary - outside.sum(-1)
+    last = ordered.gather(1, sizes[:, None] - 1)
+    kept = logits.masked_fill(logits < last, -torch.inf)
+    ties = logits == last
+    surplus = (logits >= last).sum(-1) - sizes
+    if (surplus > 0).any():
+        dropped = ties & (ties.cumsum(-1) > (ties.sum(-1) - surplus)[:, None])
+        kept = kept.masked_fill(dropped, -torch.inf)
     return kept
+
+
+def _likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Returns the largest values of rows of `logits` [T, V], descending, and their ids, as `topk` does.
+
+    On a CPU, NumPy finds them four times as fast.
+    """
+    if logits.device.type != "cpu" or logits.dtype != torch.float32 or count == logits.shape[1]:
+        values, ids = logits.topk(count)
+        return values, ids
+    rows = logits.numpy()
+    found = np.argpartition(rows, rows.shape[1] - count, axis=-1)[:, -count:]
+    values, order = torch.from_numpy(np.take_along_axis(rows, found, -1)).sort(descending=True)
+    return values, torch.from_numpy(found).gather(1, order)
+
+
+def _descending(logits: Tensor) -> Tensor:
+    """Returns the sorted rows of `logits` [T, V]. NumPy sorts values without their places, 20 times as fast."""
+    if logits.device.type == "cpu" and logits.dtype == torch.float32:
+        return torch.from_numpy(np.sort(logits.numpy(), axis=-1)).flip(-1)
+    return logits.sort(descending=True).values
