@@ -301,20 +301,19 @@ def beside_prompt(model: str) -> dict[str, float]:
     return {"beside_prompt": calls / alone, "beside_sum": calls / alone + prompt / prompt_alone}
 
 
-def measure_host(model: str) -> dict[str, float]:
-    """The figures of `--host`."""
+def measure_host(model: str, *, quick: bool) -> dict[str, float]:
+    """The figures of `--host`; only those without a model if `quick`."""
     from agentjet.compute.rank import make_deterministic
 
     torch.set_num_threads(1)
     make_deterministic()
-    return {
+    figures = {
         "host_us_row": host_microseconds(paged=True),
         "host_us_row_cpu": host_microseconds(paged=False),
         "host_us_row_worker": host_microseconds(paged=True, worker=True),
         "host_us_row_ends": host_microseconds(paged=True, ends=True),
-        "restricted_cost": restricted_cost(model),
-        **beside_prompt(model),
     }
+    return figures if quick else {**figures, "restricted_cost": restricted_cost(model), **beside_prompt(model)}
 
 
 # ---- the comparison --------------------------------------------------------------------------------------------------
@@ -345,13 +344,14 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=16)
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=[*WORKLOADS])
     parser.add_argument("--host", action="store_true", help="measure our sampler alone")
+    parser.add_argument("--quick", action="store_true", help="with --host: without a model")
     parser.add_argument("--one", nargs=2, metavar=("CONTENDER", "WORKLOAD"), help="used by the bench itself")
     arguments = parser.parse_args()
     if arguments.one:
         print(json.dumps(measure(*arguments.one, arguments.model, arguments.threads, arguments.new_tokens)))
         return
     if arguments.host:
-        figures = measure_host(arguments.model)
+        figures = measure_host(arguments.model, quick=arguments.quick)
         report("sampler", figures, bounded(figures, BOUNDS_BELOW, BOUNDS_ABOVE), machine=False)
         return
     found = {name: compare(arguments, name) for name in arguments.workloads}
