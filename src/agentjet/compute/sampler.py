@@ -134,7 +134,7 @@ class NewToken:
 
 @dataclass(frozen=True, slots=True)
 class NewTokens:
-    """The tokens of one step, as columns of equal length. What few of them have is listed by position."""
+    """The tokens of one step, as columns of equal length. Ends, errors and routes are listed by position."""
 
     ids: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
