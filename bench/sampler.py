@@ -3,21 +3,34 @@
 Same model, weights, prompts, machine and number of sampled tokens; each contender is a separate process. The `mixed`
 workload runs 32 requests of 2,000 tokens of context beside 32 short ones. Prints a table, then one JSON object as the
 last line; `ratio` is our tokens per second over the library's.
+
+`--host` measures our sampler alone, in CPU seconds of one thread, so that other programs do not count:
+
+* `host_us_row`: microseconds of a step of 512 rows per row, the shortest of 60 steps, with a model that computes
+  nothing and the tables of CUDA; `_cpu` with those of a CPU, `_worker` with the worker's part, `_ends` if completions
+  of 200 tokens on average and of prompts of 100 end and start;
+* `restricted_cost`: a step of 64 completions with `top_p = 0.9`, divided by one without;
+* `beside_prompt`: tokens per second of short calls beside a prompt of 8,000 tokens, divided by their own alone;
+  `beside_sum`: the same plus the ratio of the prompt's speed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 
-from bench.machine import environment, grid, last_json, report, run_contender
+from bench.machine import ROOT, bounded, environment, grid, last_json, report, run_contender
 
 if TYPE_CHECKING:
     from agentjet.compute.sampler import ModelSampler
@@ -112,6 +125,203 @@ def measure(contender: str, workload: str, model: str, threads: int, new_tokens:
     return len(batch) * new_tokens / min(seconds[-2:])
 
 
+# ---- our sampler alone -----------------------------------------------------------------------------------------------
+
+ROWS, CONTEXT, VOCABULARY = 512, 4096, 32
+CALLS, CALL_TOKENS, LONG_PROMPT = 8, 16, 8000
+BOUNDS_BELOW, BOUNDS_ABOVE = {"beside_prompt": 0.5, "beside_sum": 0.9}, {"host_us_row": 1.5, "restricted_cost": 1.2}
+
+
+class _Nothing(torch.nn.Module):
+    """A decoder that computes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+
+    def forward(self, input_ids: torch.Tensor, **_: object) -> SimpleNamespace:
+        return SimpleNamespace(last_hidden_state=torch.zeros(*input_ids.shape, 1))
+
+
+class _Policy(SimpleNamespace):
+    """A policy by its attributes; a key of dictionaries."""
+
+    __hash__ = object.__hash__
+
+
+class _Replayed:
+    """Fills the tables of a graph's step as on CUDA, and computes nothing."""
+
+    def __init__(self, cache: Any) -> None:
+        from agentjet.compute.cached_attention import PagedPlan
+
+        self._plan, self._hidden = PagedPlan(cache, ROWS, ROWS, CONTEXT // 128), torch.zeros(ROWS, 1)
+
+    def hidden(self, policy: object, rows: list[Any]) -> torch.Tensor:
+        self._plan.fill([(row, 1) for row in rows])
+        return self._hidden[: len(rows)]
+
+
+def idle_sampler(*, paged: bool) -> ModelSampler:
+    """A sampler of 512 rows over a model without computation."""
+    from agentjet.compute.policy import KeySizes
+    from agentjet.compute.sampler import ModelSampler
+    from agentjet.types import ModelInfo
+
+    logits = torch.randn(ROWS, VOCABULARY, generator=torch.Generator().manual_seed(0))
+    policy: Any = _Policy(
+        info=ModelInfo("idle", "", "", CONTEXT, (0,)),
+        decoder=_Nothing(),
+        cache_shape={0: KeySizes(1, 8, 8)},
+        state_shape={},
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        vocabulary=VOCABULARY,
+        end_tokens=frozenset(),
+        mixable_layers={},
+        records_routes=False,
+        adapts_head=False,
+        head=lambda hidden: logits[: len(hidden)],
+    )
+    sampler = ModelSampler(policy, ROWS, CONTEXT * ROWS)
+    if paged:
+        sampler._graphs = cast(Any, _Replayed(sampler._cache))
+    return sampler
+
+
+def host_microseconds(*, paged: bool, ends: bool = False, worker: bool = False) -> float:
+    """CPU microseconds of a step per row: the shortest of 60 steps, because other programs slow the processor down.
+
+    With `worker`, tokens become pieces of one token.
+    """
+    from agentjet.compute.rank import Rank
+    from agentjet.types import PolicyId, SamplingParams
+
+    sampler, rng, ids = idle_sampler(paged=paged), np.random.default_rng(0), count()
+    rank = Rank(lambda message: None)
+    hosted: Any = SimpleNamespace(sampler=sampler, policy=sampler.policy, version=0)
+    rank.policies[PolicyId()] = hosted
+
+    def submit() -> None:
+        id, most = next(ids), int(rng.integers(1, 400)) if ends else CONTEXT // 2
+        prompt = rng.integers(0, VOCABULARY, 100 if ends else 300).astype(np.int32)
+        rank.handle("sample", PolicyId(), id, prompt, SamplingParams(max_tokens=most, seed=id))
+
+    def step() -> int:
+        if worker:
+            rank.sample_step()
+            return ROWS
+        new = sampler.step()
+        for one in new if ends else ():
+            if one.finish_reason:
+                submit()
+        return len([*new]) if ends else ROWS
+
+    for _ in range(ROWS):
+        submit()
+    while not ends and len(sampler.step()) < ROWS:
+        pass
+    for _ in range(150 * ends):
+        step()
+    found = []
+    for _ in range(60):
+        began = time.process_time()
+        num_tokens = step()
+        found.append((time.process_time() - began) / num_tokens)
+    return 1e6 * min(found)
+
+
+def texts(model: str, lengths: list[int]) -> list[np.ndarray]:
+    """Prompts of real text, from this project's documentation, each from another place."""
+    from tokenizers import Tokenizer
+
+    from agentjet.compute.model import locate_model
+
+    tokenizer = Tokenizer.from_file(str(Path(locate_model(model)) / "tokenizer.json"))
+    pages = "".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md")))
+    tokens = np.array(tokenizer.encode(pages).ids, np.int32)
+    starts = np.random.default_rng(0).integers(0, len(tokens) - max(lengths), len(lengths))
+    return [tokens[start : start + length] for start, length in zip(starts.tolist(), lengths, strict=True)]
+
+
+def restricted_cost(model: str) -> float:
+    """CPU seconds of a step of 64 completions with `top_p = 0.9`, divided by one without: medians of 10 in turn."""
+    from agentjet.types import SamplingParams
+
+    found: dict[float, list[float]] = {1.0: [], 0.9: []}
+    samplers = {}
+    shared = our_sampler(model, 1, max_concurrent=64, cache_tokens=32_768)
+    for top_p in found:
+        samplers[top_p] = sampler = type(shared)(shared.policy, 64, 32_768)
+        for i, prompt in enumerate(texts(model, [SHORT] * 64)):
+            sampler.submit(i, prompt, SamplingParams(max_tokens=99, seed=i, top_p=top_p))
+        while len(sampler.step()) < 64:
+            pass
+    for _ in range(10):
+        for top_p, sampler in samplers.items():
+            began = time.process_time()
+            sampler.step()
+            found[top_p].append(time.process_time() - began)
+    return statistics.median(found[0.9]) / statistics.median(found[1.0])
+
+
+def beside_prompt(model: str) -> dict[str, float]:
+    """Rates of short calls and of a long prompt, together and each alone, per CPU second."""
+    from agentjet.types import SamplingParams
+
+    sampler, ids = our_sampler(model, 1, max_concurrent=64, cache_tokens=32_768), count()
+    short = iter(texts(model, [SHORT] * 4000))
+    (long,) = texts(model, [LONG_PROMPT])
+
+    def run(calls: int, *, prompt: bool, seconds: float = np.inf) -> tuple[float, float]:
+        """Tokens of short calls per second, and of the prompt; until the prompt ends or the seconds have passed."""
+        sampler.invalidate()
+        num_tokens, sampled = 0, -1
+        if prompt:
+            sampler.submit(sampled, long, SamplingParams(max_tokens=1))
+        running = {next(ids): 0 for _ in range(calls)}
+        for id in running:
+            sampler.submit(id, next(short), SamplingParams(max_tokens=CALL_TOKENS, seed=id))
+        began = time.process_time()
+        while time.process_time() - began < seconds:
+            new = [*sampler.step()]
+            num_tokens += sum(one.id >= 0 for one in new)
+            if any(one.id < 0 for one in new):
+                break
+            for one in new:
+                if one.finish_reason:
+                    del running[one.id]
+                    running[id := next(ids)] = 0
+                    sampler.submit(id, next(short), SamplingParams(max_tokens=CALL_TOKENS, seed=id))
+        spent = time.process_time() - began
+        for id in running:
+            sampler.cancel(id)
+        return num_tokens / spent, LONG_PROMPT / spent
+
+    run(CALLS, prompt=False, seconds=3)
+    alone, prompt_alone = run(CALLS, prompt=False, seconds=15)[0], run(0, prompt=True)[1]
+    calls, prompt = run(CALLS, prompt=True)
+    return {"beside_prompt": calls / alone, "beside_sum": calls / alone + prompt / prompt_alone}
+
+
+def measure_host(model: str, *, quick: bool) -> dict[str, float]:
+    """The figures of `--host`; only those without a model if `quick`."""
+    from agentjet.compute.rank import make_deterministic
+
+    torch.set_num_threads(1)
+    make_deterministic()
+    figures = {
+        "host_us_row": host_microseconds(paged=True),
+        "host_us_row_cpu": host_microseconds(paged=False),
+        "host_us_row_worker": host_microseconds(paged=True, worker=True),
+        "host_us_row_ends": host_microseconds(paged=True, ends=True),
+    }
+    return figures if quick else {**figures, "restricted_cost": restricted_cost(model), **beside_prompt(model)}
+
+
+# ---- the comparison --------------------------------------------------------------------------------------------------
+
+
 def child(arguments: argparse.Namespace, name: str, *one: str) -> Any:
     """The result of a child process; None where it failed."""
     settings = {"--model": arguments.model, "--threads": arguments.threads, "--new-tokens": arguments.new_tokens}
@@ -136,10 +346,16 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--new-tokens", type=int, default=16)
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=[*WORKLOADS])
+    parser.add_argument("--host", action="store_true", help="measure our sampler alone")
+    parser.add_argument("--quick", action="store_true", help="with --host: without a model")
     parser.add_argument("--one", nargs=2, metavar=("CONTENDER", "WORKLOAD"), help="used by the bench itself")
     arguments = parser.parse_args()
     if arguments.one:
         print(json.dumps(measure(*arguments.one, arguments.model, arguments.threads, arguments.new_tokens)))
+        return
+    if arguments.host:
+        figures = measure_host(arguments.model, quick=arguments.quick)
+        report("sampler", figures, bounded(figures, BOUNDS_BELOW, BOUNDS_ABOVE), machine=False)
         return
     found = {name: compare(arguments, name) for name in arguments.workloads}
     report("sampler", {"workloads": found}, grid(found), machine=False)

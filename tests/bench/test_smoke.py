@@ -42,6 +42,7 @@ IN_SMALL: dict[str, tuple[list[str], Callable[[Figures], bool]]] = {
     "models": (["--only", "families"], lambda found: found["families"] == 45 and found["tools_work"] >= 13),
     "policies": (["--quick"], lambda found: found["open_s"] > 0 and found["loop_stall_ms"] > 0),
     "recipes": (["--only", "grpo", "--steps", "20"], lambda found: found["learned"] == 1 and found["replay_equal"]),
+    "sampler": (["--host", "--quick"], lambda found: 0 < found["host_us_row"] < found["host_us_row_worker"]),
     "research": (["--quick"], lambda found: found["correct"] > 0.5 and found["diagnosis_correct"] > 0.8),
 }
 """By command: its arguments, and True for figures of a run that did its work. The others are run by tests of their own

@@ -17,9 +17,10 @@ from agentjet.compute.learner import PolicyLearner
 from agentjet.compute.model import load_policy
 from agentjet.compute.policy import Policy
 from agentjet.compute.sampler import ModelSampler, NewToken
+from agentjet.compute.token_choice import ChoiceRules, sample_tokens
 from agentjet.config import ModelConfig
 from agentjet.processes.supervisor import LocalPlacement
-from agentjet.timeline.forest import Forest, Row, call_row
+from agentjet.timeline.forest import EVERYTHING, Forest, Row, call_row
 from agentjet.types import PolicyId, SamplingParams
 from tests.compute import forked_workers
 from tests.compute.architectures import make_architecture
@@ -118,6 +119,26 @@ def check_same(found: Completions, expected: Completions, tolerance: float) -> N
 
 def tokens(seed: int, length: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(5, 200, length).astype(np.int32)
+
+
+def choose(
+    logits: Tensor,
+    of: Sequence[int],
+    params: Sequence[SamplingParams],
+    masks: Sequence[bytes],
+    uniforms: Sequence[float],
+) -> tuple[list[int], list[float], list[bytes]]:
+    """`sample_tokens` with the rules of these completions. An empty mask allows every token."""
+    rules = ChoiceRules(
+        np.array(of),
+        np.array([p.temperature for p in params], np.float32),
+        np.array([p.top_k for p in params]),
+        np.array([p.top_p for p in params], np.float64),
+        np.array(uniforms, np.float64),
+        {i: mask for i, mask in enumerate(masks) if mask},
+    )
+    tokens, logprobs, support = sample_tokens(logits, rules)
+    return tokens.tolist(), logprobs.tolist(), support or [EVERYTHING] * len(params)
 
 
 def sampler_of(policy: Policy, max_concurrent: int = 16, cache_tokens: int = 16384) -> ModelSampler:

@@ -45,7 +45,7 @@ def test_a_long_prompt_starts_beside_a_short_call_in_an_idle_cache(policy: Polic
     run(sampler, {i: (tokens(i, 10), SamplingParams(max_tokens=2, seed=i)) for i in range(256)})
     sampler.submit(1000, tokens(1000, 10), SamplingParams(max_tokens=200))
     sampler.step()
-    sampler.submit(1001, tokens(1001, 600), SamplingParams(max_tokens=4))
+    sampler.submit(1001, tokens(1001, 500), SamplingParams(max_tokens=4))
     assert 1001 in {new.id for new in sampler.step()}
 
 
@@ -103,6 +103,11 @@ def test_every_block_has_one_owner_and_reservations_hold(seed: int) -> None:
         owned = [block for row in (*cache._idle, *cache._active) for block in row.blocks]
         assert sorted([*owned, *cache._free]) == list(range(24))
         assert all(row.filled <= len(row.blocks) * BLOCK for row in active)
+        placed = [row for row in active if row.place >= 0]
+        assert len({row.place for row in placed} | {*cache._free_places}) == len(cache.table)
+        assert all(row.place < 0 for row in cache._idle)
+        for row in placed:
+            assert cache.table[row.place, : len(row.blocks)].tolist() == row.blocks
         reserved = sum(-(-row.capacity // BLOCK) for row in active)
         assert set(cache._active) == set(active) and 24 - cache.num_unreserved == reserved <= 24
     for row in active:

@@ -279,7 +279,7 @@ def test_every_slot_has_one_owner(seed: int) -> None:
                 cache.extend(grown, grown.filled + count)
                 written = [run.target for run in cache.runs([(grown, count)])]
                 assert len({*written}) == len(written) and written[-1] == grown.slot
-                cache.advance(grown, count)
+                cache.advance([(grown, count)])
         if action == 4 and active:
             released = active.pop(int(rng.integers(len(active))))
             cache.release(released)

@@ -31,7 +31,6 @@ from agentjet.compute.learner import PolicyLearner
 from agentjet.compute.policy import Policy
 from agentjet.compute.rank import make_deterministic
 from agentjet.compute.sampler import ModelSampler
-from agentjet.compute.token_choice import sample_tokens
 from agentjet.config import JobConfig, OptimizerConfig
 from agentjet.recipes.registry import make_recipe
 from agentjet.timeline.forest import Row, build_forest, call_row
@@ -39,7 +38,7 @@ from agentjet.types import SamplingParams
 from bench import gpu
 from tests.compute.architectures import make_architecture
 from tests.compute.baseline import relative, row_logprobs
-from tests.compute.conftest import make_policy, run, sampled_rows, tokens
+from tests.compute.conftest import choose, make_policy, run, sampled_rows, tokens
 from tests.compute.direct import learn_directly
 from tests.tiny import make_model
 
@@ -160,7 +159,7 @@ def test_the_choice_of_a_token_is_that_of_a_cpu() -> None:
     params = [SamplingParams(1, temperature=t, top_k=k, top_p=p) for t, k, p in CHOICES]
     masks = [b"", b"", b"", np.packbits(np.arange(300) % 3 == 0, bitorder="little").tobytes(), b"", b""]
     uniforms = np.random.default_rng(1).random(6).tolist()
-    found, wanted = (sample_tokens(logits.to(device), range(6), params, masks, uniforms) for device in (DEVICE, "cpu"))
+    found, wanted = (choose(logits.to(device), range(6), params, masks, uniforms) for device in (DEVICE, "cpu"))
     assert found[0] == wanted[0] and found[2] == wanted[2]
     assert found[1] == pytest.approx(wanted[1], abs=1e-4)
 

@@ -24,7 +24,7 @@ from agentjet.compute.learner import PolicyLearner
 from agentjet.compute.policy import Policy
 from agentjet.compute.rank import Rank
 from agentjet.compute.sampler import ModelSampler, NewToken
-from agentjet.compute.token_choice import MAX_GRAMMARS, Grammars, sample_tokens
+from agentjet.compute.token_choice import MAX_GRAMMARS, Grammars
 from agentjet.config import JobConfig, SamplerConfig
 from agentjet.errors import GrammarError, OutOfCache, PolicyRemoved
 from agentjet.processes.rpc import Answer, ProcessRequest
@@ -34,7 +34,7 @@ from agentjet.timeline.forest import EVERYTHING, Row, build_forest, call_row, de
 from agentjet.types import Constraint, PolicyId, SamplingParams
 from tests.compute.architectures import make_architecture
 from tests.compute.baseline import row_logprobs
-from tests.compute.conftest import complete, make_policy, model_config, sampler_of, tokens
+from tests.compute.conftest import choose, complete, make_policy, model_config, sampler_of, tokens
 from tests.compute.direct import learn_directly
 
 SCHEMA = {
@@ -167,11 +167,11 @@ def test_masks_come_before_temperature_and_truncation() -> None:
     logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]]))
     mask = bytes([0b1110])  # all but the likeliest
     truncated = SamplingParams(max_tokens=1, top_p=0.7)
-    chosen, logprobs, sets = sample_tokens(logits, [0, 0], [truncated] * 2, [mask, b""], [0.999, 0.999])
+    chosen, logprobs, sets = choose(logits, [0, 0], [truncated] * 2, [mask, b""], [0.999, 0.999])
     assert chosen == [2, 1]
     assert logprobs == pytest.approx(np.log([0.15 / 0.45, 0.3 / 0.8]), abs=1e-6)
     assert [decode_set(one, 4).tolist() for one in sets] == [[False, True, True, False], [True, True, False, False]]
-    assert sample_tokens(logits, [0], [SamplingParams(max_tokens=1)], [bytes([0b0100])], [0.0])[:2] == ([2], [0.0])
+    assert choose(logits, [0], [SamplingParams(max_tokens=1)], [bytes([0b0100])], [0.0])[:2] == ([2], [0.0])
 
 
 def test_a_grammar_that_cannot_be_compiled_is_refused_alone(policy: Policy) -> None:

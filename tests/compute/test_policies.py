@@ -27,6 +27,7 @@ import numpy as np
 import pytest
 import torch
 
+from agentjet.compute import sampler as sampler_module
 from agentjet.compute.backend import ProcessCompute
 from agentjet.compute.model import BaseModel
 from agentjet.compute.policy import Policy
@@ -51,7 +52,16 @@ from agentjet.timeline.batch import TrainingBatch
 from agentjet.timeline.forest import build_forest
 from agentjet.types import Op, PolicyId, SamplingParams
 from tests.compute.architectures import make_architecture
-from tests.compute.conftest import make_policy, model_config, pid_of, run, sampled_rows, tokens, with_random_adapter
+from tests.compute.conftest import (
+    check_same,
+    make_policy,
+    model_config,
+    pid_of,
+    run,
+    sampled_rows,
+    tokens,
+    with_random_adapter,
+)
 from tests.compute.test_locks import digest
 from tests.recipes.batches import make_batch
 from tests.tiny import make_model
@@ -169,7 +179,20 @@ def test_a_step_of_one_policy_pauses_and_invalidates_that_policy_only(tmp_path: 
     assert sampler.num_computed - before == 3 + 31, "keys of the other were dropped"
     worker.handle("cancel", B, 1)
     worker.handle("optim_step", A, Op.of(A, 1), OptimizerConfig())
-    assert sampler.is_idle and sampler.step() == []
+    assert sampler.is_idle and not sampler.step()
+
+
+def test_a_prompt_cut_to_one_token_in_a_pass_alone_is_not_sampled_from(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampler_module, "PROMPT_TOKENS", 48)
+    base = BaseModel(model_of(tiny_folder))
+    one, other = (with_random_adapter(base.adapted(LoraConfig(rank=2)), seed) for seed in (1, 2))
+    other.mixable_layers = {}
+    requests = {i: (tokens(i, 47 - i), SIX, policy) for i, policy in enumerate((one, other, one))}
+    found = run(ModelSampler(base.policy, 8, 4096), requests)
+    for id, request in requests.items():
+        check_same(found, run(ModelSampler(base.policy, 8, 4096), {id: request}), 1e-4)
 
 
 def test_paused_completions_that_hold_the_cache_let_the_worker_wait(tiny_folder: Path) -> None:
@@ -180,7 +203,7 @@ def test_paused_completions_that_hold_the_cache_let_the_worker_wait(tiny_folder:
     sampler.step()
     sampler.paused.add(one)
     sampler.submit(2, tokens(1, 150), SamplingParams(max_tokens=20), other)
-    assert sampler.step() == [] and sampler.is_idle
+    assert not sampler.step() and sampler.is_idle
     sampler.invalidate(one)
     while not sampler.is_idle:
         last = sampler.step()[-1]

@@ -2,7 +2,10 @@
 
 1. what it reports is what it sampled from: log-probabilities equal a plain forward pass, temperature included;
 2. requests do not disturb each other: seeds, cancels, refusals, lengths, a full cache;
-3. the prefix cache changes nothing but speed, and never outlives the weights that filled it.
+3. the prefix cache changes nothing but speed, and never outlives the weights that filled it;
+4. rows that are truncated together have the sets and tokens of each row alone;
+5. random numbers are those of the seed, also after an eviction;
+6. long prompts share the time with other completions, which are sampled in every step.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -19,11 +23,11 @@ import torch
 from agentjet.compute import sampler as sampler_module
 from agentjet.compute.policy import Policy
 from agentjet.compute.sampler import ModelSampler
-from agentjet.compute.token_choice import sample_tokens, truncate
+from agentjet.compute.token_choice import truncate
 from agentjet.errors import OutOfCache
-from agentjet.timeline.forest import EVERYTHING, decode_set
+from agentjet.timeline.forest import EVERYTHING, decode_set, encode_set
 from agentjet.types import SamplingParams
-from tests.compute.conftest import check_same, make_endless, make_policy, run, sampler_of, tokens
+from tests.compute.conftest import check_same, choose, make_endless, make_policy, run, sampler_of, tokens
 
 STATEFUL = ("mamba", "lfm2", "qwen3_next", "bamba")
 """Models with recurrent layers."""
@@ -55,24 +59,80 @@ def test_reported_logprobs_are_those_of_the_distribution_sampled_from(policy: Po
 def test_sampled_tokens_follow_the_distribution() -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0, -1.0]])
     params = SamplingParams(max_tokens=1, temperature=0.5)
-    draws = [sample_tokens(logits, [0], [params], [b""], [u])[0][0] for u in np.linspace(0, 1, 4001)[:-1]]
+    draws = [choose(logits, [0], [params], [b""], [u])[0][0] for u in np.linspace(0, 1, 4001)[:-1]]
     expected = (logits[0] / 0.5).softmax(-1)
     assert np.bincount(draws, minlength=4) / len(draws) == pytest.approx(expected.numpy(), abs=1e-3)
 
 
 def test_truncation_keeps_the_right_tokens_and_renormalises() -> None:
     logits = torch.log(torch.tensor([0.5, 0.3, 0.15, 0.05]))
-    assert truncate(logits, 2, 1.0).softmax(-1).tolist() == pytest.approx([0.625, 0.375, 0, 0])
-    assert truncate(logits, 0, 0.79).softmax(-1).tolist() == pytest.approx([0.625, 0.375, 0, 0])
-    assert truncate(logits, 0, 0.81).softmax(-1)[3] == 0
-    chosen, logprobs, sets = sample_tokens(logits[None], [0], [SamplingParams(max_tokens=1, top_k=2)], [b""], [0.99])
+    rows = truncate(logits.expand(5, -1), np.array([2, 0, 0, 0, 0]), np.array([1.0, 0.79, 0.81, 0.2, 1.0]))
+    assert rows.isfinite().sum(-1).tolist() == [2, 2, 3, 1, 4]
+    assert rows[:2].softmax(-1).tolist() == [pytest.approx([0.625, 0.375, 0, 0])] * 2
+    tied = truncate(torch.zeros(2, 8), np.array([3, 0]), np.array([1.0, 0.5]))
+    assert (tied == 0).tolist() == [[True] * 8, [True] * 4 + [False] * 4]
+    chosen, logprobs, sets = choose(logits[None], [0], [SamplingParams(max_tokens=1, top_k=2)], [b""], [0.99])
     assert decode_set(sets[0], 4).tolist() == [True, True, False, False]
     assert chosen == [1] and logprobs[0] == pytest.approx(np.log(0.375), abs=1e-6)
 
 
+def one_by_one(logits: torch.Tensor, params: SamplingParams, mask: bytes, uniform: float) -> tuple[int, float, bytes]:
+    """The choice from a row [V], by a sort of the whole vocabulary."""
+    own = logits / params.temperature
+    if mask:
+        allowed = np.unpackbits(np.frombuffer(mask, np.uint8), count=len(own), bitorder="little")
+        own = own.masked_fill(torch.from_numpy(allowed == 0), -torch.inf)
+    ordered, order = own.sort(descending=True, stable=True)
+    if params.top_k:
+        ordered = ordered.masked_fill(ordered < ordered[min(params.top_k, len(own)) - 1], -torch.inf)
+    probabilities = ordered.softmax(-1)
+    if params.top_p < 1:
+        ordered = ordered.masked_fill(probabilities.cumsum(-1) - probabilities >= params.top_p, -torch.inf)
+    own = own.scatter(0, order, ordered)
+    cumulative = own.softmax(-1).cumsum(-1)
+    token = int(torch.searchsorted(cumulative, torch.tensor([uniform]) * cumulative[-1:], right=True))
+    return token, float(own.log_softmax(-1)[token]), encode_set((own != -torch.inf).numpy())
+
+
+@pytest.mark.parametrize("vocabulary", [40, 3000, 70_000])
+@pytest.mark.parametrize("spread", [0.5, 3.0, 8.0])
+def test_rows_truncated_together_are_those_truncated_alone(vocabulary: int, spread: float) -> None:
+    """Flat rows, whose set is larger than the list of likeliest tokens, lie beside others."""
+    generator, rng = torch.Generator().manual_seed(vocabulary), np.random.default_rng(vocabulary)
+    logits = torch.randn(24, vocabulary, generator=generator) * spread
+    logits[5] = logits[5].round()  # Many are equally likely.
+    rules = [{}, {"top_p": 0.9}, {"top_p": 0.3}, {"top_k": 7}, {"top_k": 300}, {"top_k": 50, "top_p": 0.8}]
+    params, masks = [], []
+    for i in range(len(logits)):
+        rule = {"top_k": 3} if i == 5 else rules[i % len(rules)]  # The ties of the third stay, in any order.
+        params.append(SamplingParams(max_tokens=1, temperature=(1.0, 0.7)[i % 2], **cast(Any, rule)))
+        allowed = rng.random(vocabulary) < (0.01 if i % 5 else 0.5)
+        allowed[:30:7] = True
+        masks.append(np.packbits(allowed, bitorder="little").tobytes() if i % 4 == 3 else b"")
+    uniforms = rng.random(len(logits)).tolist()
+    found = choose(logits, range(len(logits)), params, masks, uniforms)
+    wanted = [one_by_one(*each) for each in zip(logits, params, masks, uniforms, strict=True)]
+    assert found[2] == [members for *_, members in wanted]
+    assert found[0] == [token for token, *_ in wanted]
+    assert found[1] == pytest.approx([logprob for _, logprob, _ in wanted], abs=1e-5)
+    for i in (1, 5, 7, 23):  # Neighbours do not change a row by one bit.
+        assert [column[i] for column in found] == [
+            column[0] for column in choose(logits[i : i + 1], [0], [params[i]], [masks[i]], [uniforms[i]])
+        ]
+
+
+def test_completions_of_a_row_share_its_distribution() -> None:
+    logits = torch.randn(2, 500, generator=torch.Generator().manual_seed(0)) * 4
+    params = [SamplingParams(max_tokens=1, top_p=p, temperature=t) for p, t in [(0.8, 1), (1, 1), (0.8, 1), (0.8, 0)]]
+    together = choose(logits, [1, 0, 1, 1], params, [b""] * 4, [0.1, 0.5, 0.9, 0.5])
+    for i, (row, uniform) in enumerate([(1, 0.1), (0, 0.5), (1, 0.9), (1, 0.5)]):
+        alone = choose(logits[row : row + 1], [0], [params[i]], [b""], [uniform])
+        assert [column[i] for column in together] == [column[0] for column in alone]
+
+
 def test_a_uniform_that_rounds_to_1_chooses_a_token_of_the_set() -> None:
     params = SamplingParams(max_tokens=1, top_k=5)
-    [chosen], [logprob], _ = sample_tokens(torch.tensor([[0.0] * 5 + [-9.0] * 3]), [0], [params], [b""], [1 - 2**-27])
+    [chosen], [logprob], _ = choose(torch.tensor([[0.0] * 5 + [-9.0] * 3]), [0], [params], [b""], [1 - 2**-27])
     assert chosen == 4 and logprob == pytest.approx(np.log(0.2))
 
 
@@ -80,7 +140,7 @@ def test_a_uniform_that_rounds_to_1_chooses_a_token_of_the_set() -> None:
 def test_the_likeliest_token_is_kept_however_little_is_asked_for(top_p: float) -> None:
     logits = torch.tensor([[0.0, 2.0, 1.0]])
     params = SamplingParams(max_tokens=1, top_p=top_p, top_k=3)
-    [chosen], [logprob], [members] = sample_tokens(logits, [0], [params], [b""], [0.7])
+    [chosen], [logprob], [members] = choose(logits, [0], [params], [b""], [0.7])
     assert (chosen, logprob) == (1, 0.0) and decode_set(members, 3).tolist() == [False, True, False]
 
 
@@ -92,8 +152,8 @@ def test_a_row_that_is_no_distribution_says_so_and_a_neighbour_does_not_notice(
     good = [0.0, 2.0, 1.0]
     params = SamplingParams(max_tokens=1, **shape)
     for mask in (b"", bytes([0b011])):
-        alone = sample_tokens(torch.tensor([good]), [0], [params], [mask], [0.5])
-        both = sample_tokens(torch.tensor([[bad] * 3, good]), [0, 1], [params] * 2, [mask] * 2, [0.5] * 2)
+        alone = choose(torch.tensor([good]), [0], [params], [mask], [0.5])
+        both = choose(torch.tensor([[bad] * 3, good]), [0, 1], [params] * 2, [mask] * 2, [0.5] * 2)
         assert not math.isfinite(both[1][0])
         assert [found[1] for found in both] == [found[0] for found in alone]
 
@@ -119,7 +179,7 @@ def test_a_diverged_policy_fails_its_completions_and_the_sampler_lives(tiny_fold
 def test_greedy_takes_the_most_likely_and_a_neighbour_does_not_notice() -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0]])
     greedy, warm, cold = (SamplingParams(max_tokens=1, temperature=t) for t in (0.0, 1.0, 0.5))
-    chosen, logprobs, sets = sample_tokens(logits, [0, 0, 0], [greedy, warm, cold], [b""] * 3, [0.0, 0.0, 0.0])
+    chosen, logprobs, sets = choose(logits, [0, 0, 0], [greedy, warm, cold], [b""] * 3, [0.0, 0.0, 0.0])
     assert sets == [EVERYTHING] * 3
     assert chosen == [1, 0, 0]
     assert logprobs[1] == pytest.approx(float(logits[0].log_softmax(-1)[0]), abs=1e-6)
@@ -152,6 +212,68 @@ def test_completions_that_part_without_room_wait_for_it(policy: Policy) -> None:
     out = run(crowded, requests)
     roomy = run(ModelSampler(policy, 64, 16384), requests)
     check_same(out, roomy, 1e-4)
+
+
+def test_random_numbers_are_those_of_the_seed_also_after_an_eviction(policy: Policy) -> None:
+    places, count = sampler_module._Running(3), 2 * sampler_module.UNIFORMS + 5
+    wanted = [np.random.default_rng(seed).random(count) for seed in range(3)]
+    completions = [
+        sampler_module.RunningCompletion(i, tokens(0, 3), 3, SamplingParams(max_tokens=count, seed=i), None, policy)
+        for i in range(3)
+    ]
+    found: list[list[float]] = [[], [], []]
+    for step in range(count):
+        for c in completions[: 1 + step]:  # They start one after the other.
+            if c.place < 0 and len(found[c.id]) < count:
+                places.enter(c)
+        running = [c for c in completions if c.place >= 0]
+        at = np.array([c.place for c in running])
+        for c, uniform in zip(running, places.rules(at, at, {}).uniforms.tolist(), strict=True):
+            found[c.id].append(uniform)
+        places.left[at] -= 1
+        if step % 31 == 30:  # An eviction: it enters again at any place.
+            for c in running[::-1]:
+                places.leave(c)
+    assert [len(one) for one in found] == [count, count - 1, count - 2]
+    for one, all_of_seed in zip(found, wanted, strict=True):
+        assert one == all_of_seed[: len(one)].tolist()
+
+
+@pytest.mark.parametrize(("num_running", "num_long", "share"), [(4, 1, 0.4), (1, 4, 0.8)])
+def test_long_prompts_share_the_time_with_other_completions(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch, num_running: int, num_long: int, share: float
+) -> None:
+    """A clock that counts tokens stands for the time."""
+    policy.end_tokens = frozenset()
+    sampler = ModelSampler(policy, 8, 16_384)
+    monkeypatch.setattr(sampler_module, "PROMPT_TOKENS", 64)
+    monkeypatch.setattr(sampler_module, "CHUNK_TOKENS", 32)
+    monkeypatch.setattr(sampler_module, "time", SimpleNamespace(perf_counter=lambda: float(sampler.num_computed)))
+    short = {i: (tokens(i, 9), SamplingParams(max_tokens=400, seed=i)) for i in range(num_running)}
+    long = {9 + i: (tokens(9 + i, 300), SamplingParams(max_tokens=2, seed=9)) for i in range(num_long)}
+    for id, request in short.items():
+        sampler.submit(id, *request)
+    sampler.step()
+    for id, request in long.items():
+        sampler.submit(id, *request)
+    before, num_sampled, found = sampler.num_computed, 0, set[int]()
+    while not found:
+        new = sampler.step()
+        num_sampled += len(short)
+        assert {*short} <= {*new.ids}, "a running completion waits"
+        found = {*new.ids} - {*short}
+    num_long_tokens = sampler.num_computed - before - num_sampled
+    assert num_long_tokens >= 300
+    assert num_long_tokens / (sampler.num_computed - before) == pytest.approx(share, abs=0.06)
+
+
+def test_completions_beside_a_long_prompt_are_those_alone(policy: Policy) -> None:
+    policy.end_tokens = frozenset()
+    short = {i: (tokens(i, 9), SamplingParams(max_tokens=20, top_p=0.9, seed=i)) for i in range(4)}
+    long = {9: (tokens(9, 1500), SamplingParams(max_tokens=4, seed=9))}
+    found = run(ModelSampler(policy, 8, 8192), short | long)
+    for alone in (short, long):
+        check_same(found, run(ModelSampler(policy, 8, 8192), alone), 1e-4)
 
 
 @pytest.mark.parametrize("kind", ["tiny", "lfm2"])

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from agentjet.compute.learner import PolicyLearner
 from agentjet.compute.model import load_policy
 from agentjet.compute.policy import Policy
 from agentjet.compute.protocol import learn
+from agentjet.compute.rank import _Piece
 from agentjet.config import JobConfig, ServeConfig
 from agentjet.errors import (
     CheckpointError,
@@ -113,6 +115,15 @@ async def batch(compute: ProcessCompute, seed: int) -> Forest:
 
 def weights(folder: Path) -> bytes:
     return (folder / "policy" / "model.safetensors").read_bytes()
+
+
+def test_a_piece_has_a_set_for_each_token_or_none() -> None:
+    hosted: Any = SimpleNamespace(policy=SimpleNamespace(info=SimpleNamespace(routes=None)), version=4)
+    piece = _Piece(hosted, 3, [1, 2, 3], [-1.0, -2.0, -3.0], {1: b"set"})
+    assert piece.sampled(None).support == (EVERYTHING, b"set", EVERYTHING)
+    piece.clear()
+    piece.tokens.append(5)
+    assert piece.sampled("stop").support == () and piece.sampled("stop").tokens == (5,)
 
 
 def test_the_environment_of_the_user_wins(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

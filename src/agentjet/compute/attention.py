@@ -50,8 +50,12 @@ class AttentionKind:
 
     def lowest(self, depth: int) -> int:
         """Returns the lowest depth that a token of this depth sees."""
-        low = depth - self.window + 1 if self.window else 0
-        return max(low, depth // self.chunk * self.chunk if self.chunk else 0)
+        return int(self.lowest_of(np.array(depth)))
+
+    def lowest_of(self, depths: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
+        """Returns the lowest depths that tokens of these depths see."""
+        low = np.maximum(depths - self.window + 1, 0) if self.window else np.zeros_like(depths)
+        return np.maximum(low, depths // self.chunk * self.chunk if self.chunk else 0).astype(np.int64)
 
     def within(self, depth: int) -> AttentionKind:
         """Returns the kind without limits that no token up to `depth` reaches."""
@@ -346,7 +350,7 @@ def _tiles(forest: Forest, num_past: int, kind: AttentionKind) -> list[_Part]:
             path = path[kind.lowest(int(forest.depth[start])) :]
             keys = np.concatenate([path, np.arange(num_past + start, num_past + stop)])
             nodes = np.arange(start, stop)
-            lowest = np.array([kind.lowest(int(d)) for d in forest.depth[start:stop]])
+            lowest = kind.lowest_of(forest.depth[start:stop])
             hidden = depth[keys][None, :] < lowest[:, None]
             hidden[:, len(path) :] |= nodes[None, :] > nodes[:, None]
             hidden[:, len(path) :] |= nodes[:, None] >= forest.end[start:stop][None, :]

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import copy
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +35,8 @@ BLOCK = 128
 """Tokens of a block. Smaller blocks cost more merges of attention; larger ones waste more of each last block."""
 MIN_PREFIX_TO_AWAIT = 8
 """Minimum number of additional shared tokens for which a request waits until another row has computed them."""
+FIRST_PLACES = 64
+"""Rows of the table of blocks before it grows."""
 STATE_TOKENS = 512
 """Tokens of a prompt between two states that are stored in any case. They are evicted before all others."""
 TAIL_TOKENS = 32
@@ -52,6 +54,8 @@ class CacheRow:
     length: int = 0
     filled: int = 0
     blocks: list[int] = field(default_factory=list)
+    place: int = -1
+    """Row of `KeyValueCache.table` that lists `blocks`. An idle row has none."""
     state: Any = None
     slot: int = -1
     """Slot of the state after `filled` tokens. Only an active row has one."""
@@ -125,6 +129,9 @@ class KeyValueCache:
             self.stored += [self._allocated(len(layers), sizes.kv_heads, width) for width in widths]
         self._clear_block(self.spare, 0)
         self._free = list(range(self._num_blocks))  # a heap: low blocks first, so that rows lie close together
+        self.table = np.zeros((FIRST_PLACES, self._num_blocks), np.int32)
+        """Blocks of the active rows, by `CacheRow.place`: a step reads those of all rows at once."""
+        self._free_places = list(range(FIRST_PLACES))  # a heap
         self._active: dict[CacheRow, None] = {}
         self._idle: dict[CacheRow, None] = {}  # least recently used first
         self.slots = slots
@@ -174,6 +181,7 @@ class KeyValueCache:
             row = source
             self._take_state(row, source, shared)
             self._trim(row, shared)
+            self.extend(row, shared)
         else:
             row = CacheRow(prompt, owner)
             if not self._take_state(row, source, shared):
@@ -193,7 +201,9 @@ class KeyValueCache:
         """
         awaited, soon = None, 0
         for row in self._active:
-            if self._shares_prefixes and row.num_missing > 1 and row.owner is owner:
+            if not (self._shares_prefixes and row.num_missing > 1 and row.owner is owner):
+                continue
+            if _may_share(row.tokens[: row.length - 1], prompt[:-1], soon):
                 shared = common_prefix(row.tokens[: row.length - 1], prompt[:-1])
                 if self.slots and shared <= row.filled:
                     shared = row.last_state(shared)
@@ -220,6 +230,9 @@ class KeyValueCache:
         """Make a row idle: its sequence ended. Its keys stay as a prefix until their blocks are needed."""
         del self._active[row]
         row.length = row.filled
+        if row.place >= 0:
+            heapq.heappush(self._free_places, row.place)
+            row.place = -1
         if self.slots:
             if row.filled and row.filled not in row.states:
                 row.states[row.filled] = row.slot
@@ -255,9 +268,15 @@ class KeyValueCache:
             runs.append(StateRun(start, start := first + row.filled + count, source, row.slot))
         return runs
 
-    def advance(self, row: CacheRow, count: int) -> None:
-        """Count the next tokens of a row as computed."""
-        row.filled += count
+    def advance(self, spans: Iterable[tuple[CacheRow, int]]) -> None:
+        """Count the next tokens of these rows as computed."""
+        for row, count in spans:
+            row.filled += count
+            if row.stops:
+                self._store(row)
+
+    def _store(self, row: CacheRow) -> None:
+        """Store the states of the stops that the row has reached."""
         for at in [at for at in row.stops if at <= row.filled]:
             likely = row.stops.pop(at)
             if at == row.filled and at not in row.states and self.slots and (slot := self._slot(likely)) is not None:
@@ -327,7 +346,9 @@ class KeyValueCache:
             self._idle[source] = None
 
     def extend(self, row: CacheRow, length: int) -> None:
-        """Take the blocks for the first `length` tokens of a row, within its capacity."""
+        """Take the blocks for the first `length` tokens of an active row, within its capacity."""
+        if row.place < 0:
+            self._enter(row)
         while len(row.blocks) < _blocks_of(length):
             while not self._free:
                 oldest = next(iter(self._idle))
@@ -335,7 +356,30 @@ class KeyValueCache:
                 self._trim(oldest, 0)
             block = heapq.heappop(self._free)
             self._clear_block(block, 0)
+            self.table[row.place, len(row.blocks)] = block
             row.blocks.append(block)
+
+    def listed(
+        self, rows: Sequence[CacheRow], first: NDArray[np.int64] | int, stop: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
+        """Returns the blocks `first:stop` of each row, one row after the other, the rows' numbers, and the ordinals.
+
+        The ordinal of a block is its number in its row. The rows are active.
+        """
+        counts = stop - first
+        owner = np.repeat(np.arange(len(rows)), counts)
+        begin = np.cumsum(counts) - counts - first
+        ordinal = np.arange(len(owner)) - begin[owner]
+        return self.table[np.array([row.place for row in rows])[owner], ordinal], owner, ordinal
+
+    def _enter(self, row: CacheRow) -> None:
+        """Give a row a place in the table of blocks."""
+        if not self._free_places:
+            num_places = len(self.table)
+            self.table = np.concatenate([self.table, np.zeros_like(self.table)])
+            self._free_places = list(range(num_places, 2 * num_places))
+        row.place = heapq.heappop(self._free_places)
+        self.table[row.place, : len(row.blocks)] = row.blocks
 
     def _trim(self, row: CacheRow, filled: int) -> None:
         """Drop the keys and values after the first `filled`, and free the blocks that held only those."""
@@ -361,7 +405,7 @@ class KeyValueCache:
         """
         best, longest, most = None, 0, 0
         for row in (*self._idle, *self._active) if self._shares_prefixes else ():
-            if row.owner is owner:
+            if row.owner is owner and _may_share(row.tokens[: row.filled], prompt, longest):
                 shared = common_prefix(row.tokens[: row.filled], prompt)
                 most = max(most, shared)
                 if self.slots:
@@ -379,6 +423,11 @@ def _stops(last: int, shared: int, known: int) -> dict[int, bool]:
     regular = dict.fromkeys((*range(0, last, STATE_TOKENS), last - TAIL_TOKENS), False)
     likely = [last, known] if known >= shared + MIN_PREFIX_TO_AWAIT else [last]
     return {at: likely for at, likely in (regular | dict.fromkeys(likely, True)).items() if at > shared}
+
+
+def _may_share(tokens: NDArray[np.int32], prompt: NDArray[np.int32], count: int) -> bool:
+    """True if the common prefix may be longer than `count`. One comparison spares most rows the whole one."""
+    return count < len(tokens) and count < len(prompt) and bool(tokens[count] == prompt[count])
 
 
 def _blocks_of(tokens: int) -> int:

@@ -59,8 +59,8 @@ class StepPlan:
         """`positions` [N] belong to the tokens of all spans, in order."""
         self._cache = cache
         self.recurrence: StepRecurrence | None = None
-        blocks = [row.blocks[at // BLOCK] for row, n in spans for at in range(row.filled, row.filled + n)]
-        self._block = torch.tensor(blocks, device=cache.device)
+        places = np.repeat([row.place for row, _ in spans], [n for _, n in spans])
+        self._block = torch.from_numpy(cache.table[places, positions // BLOCK].astype(np.int64)).to(cache.device)
         self._slot = torch.from_numpy(positions % BLOCK).to(cache.device)
         self._singles = [row for row, n in spans if n == 1]
         self._longer = [(row, n) for row, n in spans if n > 1]
@@ -96,7 +96,7 @@ class _Span:
         self._tiles: list[tuple[slice, slice, Tensor]] = []
         for start in range(0, count, BLOCK_TOKENS):
             own = np.arange(start, min(start + BLOCK_TOKENS, count)) + row.filled
-            lowest = np.array([limits.lowest(at) for at in own.tolist()])
+            lowest = limits.lowest_of(own)
             seen = np.arange(lowest[0], own[-1] + 1)
             hidden = torch.from_numpy((seen > own[:, None]) | (seen < lowest[:, None]))
             mask = torch.zeros(hidden.shape, dtype=cache.dtype).masked_fill_(hidden, -torch.inf).to(cache.device)
@@ -130,23 +130,20 @@ class _Singles:
     def __init__(self, rows: list[CacheRow], cache: KeyValueCache, limits: AttentionKind) -> None:
         device, dtype = cache.device, cache.dtype
         own = np.array([row.filled for row in rows])
-        lowest = np.array([limits.lowest(row.filled) for row in rows])
+        lowest = limits.lowest_of(own)
         first, stop = lowest // BLOCK, own // BLOCK + 1
-        counts = stop - first
-        blocks = np.concatenate([row.blocks[a:b] for row, a, b in zip(rows, first, stop, strict=True)])
-        owner = np.repeat(np.arange(len(rows)), counts)
-        ordinal = np.concatenate([np.arange(count) for count in counts])
-        start = (first[owner] + ordinal) * BLOCK
+        blocks, owner, ordinal = cache.listed(rows, first, stop)
+        start = ordinal * BLOCK
         visible = np.minimum(own[owner] + 1 - start, BLOCK)
         order = np.argsort(blocks)
-        self._owner, self._ordinal = (torch.from_numpy(x[order]).to(device) for x in (owner, ordinal))
-        self._longest = int(counts.max())
+        self._owner, self._ordinal = (torch.from_numpy(x[order]).to(device) for x in (owner, ordinal - first[owner]))
+        self._longest = int((stop - first).max())
         self._width = int(visible.max())
         slots = np.arange(self._width)
         hidden = (slots >= visible[order][:, None]) | (slots < (lowest[owner] - start)[order][:, None])
         mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(torch.from_numpy(hidden), -torch.inf)
         self._masks = torch.split(mask.to(device)[:, None, None], BLOCKS_PER_CALL)
-        ascending = blocks[order]
+        ascending = blocks[order].astype(np.int64)
         self._blocks = [
             _place(ascending[at : at + BLOCKS_PER_CALL], device) for at in range(0, len(ascending), BLOCKS_PER_CALL)
         ]
@@ -218,26 +215,24 @@ class PagedPlan:
         self._owner, self._start, self._count, table = tables
         self._table = table.view(num_tiles, width)
 
-    def fill(self, spans: Sequence[tuple[CacheRow, int]]) -> None:
-        """Take the next tokens of these rows. The other tokens of the plan are padding in the cache's spare block."""
+    def fill(self, spans: Spans) -> None:
+        """Take the next tokens of these rows, and blocks for them.
+
+        The other tokens of the plan are padding in the cache's spare block.
+        """
         tokens, positions, rows, block, slot, owner, start, count, table = self._arrays
         table = table.reshape(self._table.shape)
         for padded, value in ((tokens, 0), (positions, 0), (rows, -1), (block, self._cache.spare), (slot, 0)):
             padded[:] = value
         owner[:], start[:], count[:], table[:, 0] = -1, 0, 1, self._cache.spare
         if spans:
-            filled, counts = (np.array(x) for x in zip(*((row.filled, n) for row, n in spans), strict=True))
-            own, first = np.repeat(np.arange(len(spans)), counts), np.cumsum(counts) - counts
-            where = np.arange(len(own)) - (first - filled)[own]
-            tokens[: len(own)] = np.concatenate([row.tokens[row.filled : row.filled + n] for row, n in spans])
-            positions[: len(own)], rows[: len(own)] = where, own
-            # The blocks of all rows, one row after the other, and the place of each in its row.
-            num_blocks = (filled + counts - 1) // BLOCK + 1
-            begin = np.cumsum(num_blocks) - num_blocks
-            blocks = np.concatenate([row.blocks[:k] for (row, _), k in zip(spans, num_blocks.tolist(), strict=True)])
-            owners = np.repeat(np.arange(len(spans)), num_blocks)
-            place = np.arange(len(blocks)) - begin[owners]
+            own_tokens, where, own = next_tokens(spans, self._cache)
+            tokens[: len(own)], positions[: len(own)], rows[: len(own)] = own_tokens, where, own
+            last = np.arange(len(own)) if spans[-1][1] == 1 else np.cumsum([n for _, n in spans]) - 1
+            num_blocks = where[last] // BLOCK + 1
+            blocks, owners, place = self._cache.listed([row for row, _ in spans], 0, num_blocks)
             owner[blocks], start[blocks] = owners, place * BLOCK
+            begin = np.cumsum(num_blocks) - num_blocks
             block[: len(own)], slot[: len(own)] = blocks[begin[own] + where // BLOCK], where % BLOCK
             if self._by_row:
                 table[owners, place], count[: len(spans)] = blocks, num_blocks
@@ -300,15 +295,30 @@ Spans = list[tuple[CacheRow, int]]
 """Rows with the number of their next tokens that a step computes. Rows of one token come first."""
 
 
-def step_inputs(spans: Spans, cache: KeyValueCache) -> tuple[Tensor, Tensor, StepPlan | PagedPlan]:
-    """Returns the next tokens [N] of some rows, their positions [N], and the plan of the step that computes them."""
+def next_tokens(spans: Spans, cache: KeyValueCache) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
+    """Returns the next tokens [N] of some rows, their positions [N], and the number [N] of the row of each.
+
+    Takes the blocks of these tokens.
+    """
+    filled = np.array([row.filled for row, _ in spans])
+    if spans[-1][1] == 1:
+        for i in np.flatnonzero(filled % BLOCK == 0).tolist():  # The others have their block.
+            cache.extend(spans[i][0], spans[i][0].filled + 1)
+        return np.array([row.tokens[row.filled] for row, _ in spans]), filled, np.arange(len(spans))
     for row, n in spans:
         cache.extend(row, row.filled + n)
+    counts = np.array([n for _, n in spans])
+    own = np.repeat(np.arange(len(spans)), counts)
+    positions = np.arange(len(own)) - (np.cumsum(counts) - counts - filled)[own]
+    return np.concatenate([row.tokens[row.filled : row.filled + n] for row, n in spans]), positions, own
+
+
+def step_inputs(spans: Spans, cache: KeyValueCache) -> tuple[Tensor, Tensor, StepPlan | PagedPlan]:
+    """Returns the next tokens [N] of some rows, their positions [N], and the plan of the step that computes them."""
     if cache.device.type == "cuda":
         inputs: tuple[Tensor, Tensor, StepPlan | PagedPlan] = paged_inputs(spans, cache)
     else:
-        tokens = np.concatenate([row.tokens[row.filled : row.filled + n] for row, n in spans])
-        positions = np.concatenate([np.arange(row.filled, row.filled + n) for row, n in spans])
+        tokens, positions, _ = next_tokens(spans, cache)
         inputs = torch.from_numpy(tokens).long(), torch.from_numpy(positions), StepPlan(spans, positions, cache)
     if cache.slots:
         inputs[2].recurrence = StepRecurrence(cache.runs(spans), cache.slots, cache.device)
@@ -316,7 +326,7 @@ def step_inputs(spans: Spans, cache: KeyValueCache) -> tuple[Tensor, Tensor, Ste
 
 
 def paged_inputs(spans: Spans, cache: KeyValueCache) -> tuple[Tensor, Tensor, PagedPlan]:
-    """Returns the `step_inputs` of CUDA. The rows have the blocks of their next tokens."""
+    """Returns the `step_inputs` of CUDA."""
     num_tokens = sum(n for _, n in spans)
     plan = PagedPlan(cache, num_tokens, -(-num_tokens // TILE), cache.num_blocks)
     plan.fill(spans)

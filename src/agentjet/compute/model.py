@@ -556,8 +556,7 @@ def _by_steps(
     def computed(spans: list[tuple[CacheRow, int]]) -> list[tuple[Tensor, Tensor]]:
         with policy.attention(ATTENTION), routes.routing(recorded := routes.RoutePass()):
             hidden = flat_forward(policy.decoder, *step_inputs(spans, cache))
-        for row, count in spans:
-            cache.advance(row, count)
+        cache.advance(spans)
         chosen = hidden if policy.info.routes is None else recorded.chosen
         counts = [count for _, count in spans]
         return list(zip(torch.split(hidden, counts), torch.split(chosen, counts), strict=True))

@@ -59,7 +59,7 @@ from agentjet.errors import ComputeError, ConfigError, HookHung, OperationConfli
 from agentjet.processes.rpc import Answer, Link, ProcessRequest, Send, answering
 from agentjet.recipes import hooks
 from agentjet.timeline.batch import TrainingBatch
-from agentjet.timeline.forest import Row, build_forest
+from agentjet.timeline.forest import EVERYTHING, Row, build_forest
 from agentjet.timeline.routes import Routes
 from agentjet.types import (
     CheckpointStamp,
@@ -307,17 +307,26 @@ class _Piece:
     size: int
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    support: list[bytes] = field(default_factory=list)
+    support: dict[int, bytes] = field(default_factory=dict)
+    """Sets of the tokens that were not chosen from the whole vocabulary, by position."""
     routes: list[np.ndarray] = field(default_factory=list)
     num_routed: int = 0
     """Tokens before the first of `routes`."""
 
     def sampled(self, reason: FinishReason | None) -> Sampled:
-        support, shape, routes = tuple(self.support) if any(self.support) else (), self.hosted.policy.info.routes, b""
+        support: tuple[bytes, ...] = ()
+        shape, routes = self.hosted.policy.info.routes, b""
+        if self.support:
+            support = tuple(self.support.get(at, EVERYTHING) for at in range(len(self.tokens)))
         if self.routes and shape is not None:
             found = Routes(self.num_routed, self.hosted.version, np.concatenate(self.routes))
             self.num_routed, routes = found.stop, found.pack(shape.experts)
         return Sampled(tuple(self.tokens), tuple(self.logprobs), self.hosted.version, reason, support, routes)
+
+    def clear(self) -> None:
+        """Begin the next piece."""
+        for column in (self.tokens, self.logprobs, self.support, self.routes):
+            column.clear()
 
 
 class Rank:
@@ -518,18 +527,24 @@ class Rank:
 
     def sample_step(self) -> None:
         complete: dict[int, FinishReason | None] = {}
-        for new in [new for sampler in self._samplers() for new in sampler.step()]:
-            piece = self._pieces[new.id]
-            piece.tokens.append(new.token)
-            piece.logprobs.append(new.logprob)
-            piece.support.append(new.support)
-            if new.routes is not None:
-                piece.routes.append(new.routes)
-            if new.error is not None:
-                del self._pieces[new.id]
-                self._send(Answer(new.id, error=new.error))
-            elif new.finish_reason is not None or len(piece.tokens) >= piece.size:
-                complete[new.id] = new.finish_reason
+        for new in [sampler.step() for sampler in self._samplers()]:
+            for id, token, logprob in zip(new.ids, new.tokens, new.logprobs, strict=True):
+                piece = self._pieces[id]
+                piece.tokens.append(token)
+                piece.logprobs.append(logprob)
+                if len(piece.tokens) >= piece.size:
+                    complete[id] = None
+            for at, members in enumerate(new.support or ()):
+                if members != EVERYTHING:
+                    piece = self._pieces[new.ids[at]]
+                    piece.support[len(piece.tokens) - 1] = members
+            for at, routes in new.routes.items():
+                self._pieces[new.ids[at]].routes.append(routes)
+            complete.update({new.ids[at]: reason for at, reason in new.reasons.items()})
+            for at, error in new.errors.items():
+                complete.pop(new.ids[at], None)
+                del self._pieces[new.ids[at]]
+                self._send(Answer(new.ids[at], error=error))
         self._deliver(complete)
 
     def _flush(self, policy: PolicyId) -> None:
@@ -542,9 +557,10 @@ class Rank:
         if complete:
             self._send([(id, self._pieces[id].sampled(reason)) for id, reason in complete.items()])
         for id, reason in complete.items():
-            piece = self._pieces.pop(id)
             if reason is None:
-                self._pieces[id] = _Piece(piece.hosted, piece.size, num_routed=piece.num_routed)
+                self._pieces[id].clear()
+            else:
+                del self._pieces[id]
 
     def _hosted(self, policy: PolicyId) -> PolicyHost:
         if policy not in self.policies:

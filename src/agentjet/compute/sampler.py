@@ -13,34 +13,44 @@ from __future__ import annotations
 
 import inspect
 import logging
-import math
+import time
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from agentjet.compute.attention import AttentionPlan, flat_forward
 from agentjet.compute.cache import CacheRow, KeyValueCache
-from agentjet.compute.cached_attention import DecodeGraphs, step_inputs
+from agentjet.compute.cached_attention import DecodeGraphs, Spans, step_inputs
 from agentjet.compute.cached_states import StateSlots
 from agentjet.compute.memory import STATES_PER_COMPLETION
 from agentjet.compute.model import copied_modules
 from agentjet.compute.policy import PROBE_TOKENS, Policy, first_line, probe_tokens, tolerance
 from agentjet.compute.routes import RoutePass, present_routes, routing
-from agentjet.compute.token_choice import Grammars, Guide, sample_tokens
+from agentjet.compute.token_choice import ChoiceRules, Grammars, Guide, sample_tokens
 from agentjet.errors import ComputeError, GrammarError, OutOfCache
+from agentjet.timeline.forest import EVERYTHING
 from agentjet.timeline.routes import Choices
 from agentjet.types import FinishReason, SamplingParams
 
 log = logging.getLogger(__name__)
 
 PROMPT_TOKENS = 2048
-"""Prompt tokens computed in one step. The limit keeps long prompts from delaying running completions."""
+"""Prompt tokens computed in one step, at most."""
+CHUNK_TOKENS = 512
+"""Tokens of long prompts computed in one step beside other completions: short calls wait for no more than these."""
+LONG_SHARE = 0.4
+"""Least share of the time for long prompts while other completions run."""
+CUDA_FACTOR = 4
+"""Factor of these numbers of tokens on CUDA: a GPU computes few tokens as slowly as many."""
+UNIFORMS = 64
+"""Random numbers of a completion that are drawn at once."""
 
 
 @dataclass(slots=True, eq=False)
@@ -53,11 +63,58 @@ class RunningCompletion:
     """Tokens of the prompt plus `max_tokens`."""
     params: SamplingParams
     guide: Guide | None
-    uniforms: np.random.Generator
     policy: Policy
+    place: int = -1
+    """Its place in `_Running`; -1 while it waits."""
     num_sampled: int = 0
+    """Tokens sampled before it started or was evicted last."""
     num_routed: int = 0
     """Tokens whose routes were reported, or were not asked for."""
+
+
+class _Running:
+    """The parameters of running completions as arrays: a step reads those of all completions at once."""
+
+    def __init__(self, num_places: int) -> None:
+        self.temperatures = np.zeros(num_places, np.float32)
+        self.top_ks = np.zeros(num_places, np.int64)
+        self.top_ps = np.ones(num_places)
+        self.left = np.zeros(num_places, np.int64)
+        """Tokens that a completion may still sample."""
+        self.is_special = np.zeros(num_places, bool)
+        """True for completions with a grammar or with routes, which are handled one by one."""
+        self._generators: dict[int, np.random.Generator] = {}
+        self._uniforms = np.zeros((num_places, UNIFORMS))
+        self._num_drawn = np.zeros(num_places, np.int64)
+        self._free = list(range(num_places - 1, -1, -1))
+
+    def enter(self, completion: RunningCompletion) -> None:
+        """Give a completion a place. Its random numbers go on after the tokens that it has sampled."""
+        params, place = completion.params, self._free.pop()
+        completion.place = place
+        self.temperatures[place], self.left[place] = params.temperature, params.max_tokens - completion.num_sampled
+        self.top_ks[place], self.top_ps[place] = params.top_k, params.top_p
+        self.is_special[place] = completion.guide is not None or params.routes_from is not None
+        self._generators[place] = generator = np.random.default_rng(params.seed)
+        generator.random(completion.num_sampled)
+        self._num_drawn[place] = UNIFORMS
+
+    def leave(self, completion: RunningCompletion) -> None:
+        completion.num_sampled = completion.params.max_tokens - int(self.left[completion.place])
+        del self._generators[completion.place]
+        self._free.append(completion.place)
+        completion.place = -1
+
+    def rules(self, places: NDArray[np.int64], rows: NDArray[np.int64], masks: dict[int, bytes]) -> ChoiceRules:
+        """Returns the rules of the next tokens of completions, with one random number each."""
+        drawn = self._num_drawn[places]
+        for place in places[drawn == UNIFORMS].tolist():
+            self._generators[place].random(out=self._uniforms[place])
+            self._num_drawn[place] = 0
+        drawn %= UNIFORMS
+        self._num_drawn[places] = drawn + 1
+        uniforms = self._uniforms[places, drawn]
+        return ChoiceRules(rows, self.temperatures[places], self.top_ks[places], self.top_ps[places], uniforms, masks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +130,32 @@ class NewToken:
     """The reason why the completion ends here with an error; None if the completion may continue."""
     routes: Choices | None = None
     """Routes of the tokens before this one that were not reported before; None if they are not asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class NewTokens:
+    """The tokens of one step, as columns of equal length. Ends, errors and routes are listed by position."""
+
+    ids: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    support: list[bytes] | None = None
+    """None if each token was chosen from the whole vocabulary."""
+    reasons: dict[int, FinishReason] = field(default_factory=dict)
+    errors: dict[int, ComputeError] = field(default_factory=dict)
+    routes: dict[int, Choices] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __iter__(self) -> Iterator[NewToken]:
+        return map(self.__getitem__, range(len(self)))
+
+    def __getitem__(self, at: int) -> NewToken:
+        at = range(len(self))[at]
+        support = self.support[at] if self.support else EVERYTHING
+        others = self.reasons.get(at), self.errors.get(at), self.routes.get(at)
+        return NewToken(self.ids[at], self.tokens[at], self.logprobs[at], support, *others)
 
 
 class ModelSampler:
@@ -100,6 +183,9 @@ class ModelSampler:
         self._state_name = None if policy.info.shares_prefixes else _state_name(policy)
         self._waiting: deque[RunningCompletion] = deque()
         self._running: dict[CacheRow, list[RunningCompletion]] = {}
+        self._places = _Running(max_concurrent)
+        self._debt = 0.0
+        """Seconds that other completions get before long prompts go on."""
         self.paused: set[Policy] = set()
         """Policies of which nothing is sampled until `invalidate`."""
         self._mixture: AdapterMixture | None = None
@@ -132,8 +218,8 @@ class ModelSampler:
                 f"{len(prompt)} prompt tokens + max_tokens = {params.max_tokens} exceed what the sampler can hold "
                 f"(context {context}, sampler.cache_tokens = {self._cache_tokens})"
             )
-        guide, uniforms = guide or self.grammars.guide(params.grammar), np.random.default_rng(params.seed)
-        completion = RunningCompletion(id, prompt, length, params, guide, uniforms, policy or self.policy)
+        guide = guide or self.grammars.guide(params.grammar)
+        completion = RunningCompletion(id, prompt, length, params, guide, policy or self.policy)
         completion.num_routed = params.routes_from or 0
         self._waiting.append(completion)
         self._may_admit = True
@@ -143,7 +229,9 @@ class ModelSampler:
         self._may_admit = True
         self._waiting = deque(c for c in self._waiting if c.id != id)
         for row, completions in [*self._running.items()]:
-            self._keep(row, [c for c in completions if c.id != id])
+            for c in [c for c in completions if c.id == id]:
+                self._places.leave(c)
+                self._keep(row, [other for other in completions if other is not c])
 
     def invalidate(self, policy: Policy | None = None) -> None:
         """Drop the cached state of a policy, and resume it: its weights changed, or it was removed."""
@@ -157,28 +245,80 @@ class ModelSampler:
         self._may_admit = True
 
     @torch.inference_mode()
-    def step(self) -> list[NewToken]:
+    def step(self) -> NewTokens:
         """Compute what the rows miss; returns one sampled token for every completion whose row is complete.
 
         A row that was just sampled from misses one token. A new prompt misses the part that no other row holds. Long
         prompts are spread over several steps, so that they do not delay running completions.
         """
         self._admit()
-        found: list[Tensor] = []
+        rows = [row for row in self._running if row.owner not in self.paused] if self.paused else [*self._running]
+        singles = [(row, 1) for row in rows if row.length - row.filled == 1]
+        short, long, share = self._prompts(rows, len(singles)) if len(singles) < len(rows) else ([], [], 0.0)
+        hidden: list[Tensor] = []
         complete: list[CacheRow] = []
-        for rows in _passes([row for row in self._running if row.owner not in self.paused]):
-            spans = self._spans(rows)
-            hidden = self._forward_recorded(spans)
-            indices: list[int] = []
-            last = -1
-            for row, count in spans:
-                last += count
-                self._cache.advance(row, count)
-                if row.filled == row.length:
-                    indices.append(last)
-                    complete.append(row)
-            found.append(hidden[indices])
-        return self._sample(torch.cat(found), complete) if complete else []
+        began, long_seconds = time.perf_counter(), 0.0
+        self._compute(singles, hidden, complete)
+        if long:
+            between = self._finished()
+            self._compute(sorted(short + long, key=_is_longer), hidden, complete)
+            num_long, num_short = (sum(n for _, n in spans) for spans in (long, short))
+            long_seconds = (self._finished() - between) * num_long / (num_long + num_short)
+        else:
+            self._compute(sorted(short, key=_is_longer), hidden, complete)
+        new = self._sample(torch.cat(hidden) if len(hidden) > 1 else hidden[0], complete) if complete else NewTokens()
+        other_seconds = time.perf_counter() - began - long_seconds
+        self._debt = max(0.0, self._debt + (long_seconds * (1 - share) / share if long else 0) - other_seconds)
+        return new
+
+    def _prompts(self, rows: list[CacheRow], num_singles: int) -> tuple[Spans, Spans, float]:
+        """Returns the parts of short and of long prompts that a step computes, and the share of time of the long ones.
+
+        Short prompts come in every step, in order of arrival. Long ones get their share of the time while others run,
+        in chunks. A prompt is cut only if the model shares prefixes: the cache of `transformers` continues a state
+        token by token.
+        """
+        factor = CUDA_FACTOR if self.policy.device.type == "cuda" else 1
+        prompts = [row for row in rows if row.num_missing > 1]
+        budget, chunk = factor * PROMPT_TOKENS, min(factor * CHUNK_TOKENS, factor * PROMPT_TOKENS)
+        short = self._cut([row for row in prompts if row.num_missing <= chunk // 2], budget)
+        long = [row for row in prompts if row.num_missing > chunk // 2]
+        num_others = num_singles + len(prompts) - len(long)
+        if not num_others:
+            return [], self._cut(long, budget), 1.0
+        share = max(LONG_SHARE, len(long) / (len(long) + num_others))
+        return short, self._cut(long, chunk) if self._debt <= 0 else [], share
+
+    def _cut(self, prompts: list[CacheRow], budget: int) -> Spans:
+        """Returns the next tokens of prompts, `budget` in total."""
+        spans: Spans = []
+        for row in prompts:
+            if budget <= 0:
+                break
+            count = min(row.num_missing, budget) if self.policy.info.shares_prefixes else row.num_missing
+            spans.append((row, count))
+            budget -= count
+        return spans
+
+    def _finished(self) -> float:
+        """Returns the time at which the computation so far is finished: the present. On CUDA, waits for it."""
+        if self.policy.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def _compute(self, spans: Spans, hidden: list[Tensor], complete: list[CacheRow]) -> None:
+        """Compute the next tokens of rows. Adds the complete rows, and the hidden states of their last tokens."""
+        for owners, part in _passes(spans):
+            found = self._forward_recorded(owners, part)
+            self._cache.advance(part)
+            whole = [row for row, _ in part if row.filled == row.length]
+            complete += whole
+            if len(whole) == len(found):  # The next graph overwrites the states.
+                hidden.append(found if self._graphs is None else found.clone())
+                continue
+            last = np.cumsum([n for _, n in part]) - 1
+            own = last[[row.filled == row.length for row, _ in part]]
+            hidden.append(found[torch.from_numpy(own)])
 
     def _admit(self) -> None:
         """Start waiting requests: of the policy with the fewest running completions, then in order of arrival.
@@ -211,6 +351,7 @@ class ModelSampler:
                 break
             same[key] = row
             self._running.setdefault(row, []).append(completion)
+            self._places.enter(completion)
             num_free -= 1
         self._waiting = postponed + self._waiting
 
@@ -223,44 +364,30 @@ class ModelSampler:
             started[completion.policy] += 1
         return [completion for _, completion in sorted(ranked, key=lambda pair: pair[0])]
 
-    def _spans(self, rows: list[CacheRow]) -> list[tuple[CacheRow, int]]:
-        """Returns the number of tokens that a step computes for each row.
-
-        Rows that compute one token come first, then prompts in order of arrival, `PROMPT_TOKENS` in total. A prompt is
-        cut only if the model shares prefixes: the cache of `transformers` continues a state token by token.
-        """
-        spans = [(row, 1) for row in rows if row.num_missing == 1]
-        budget = PROMPT_TOKENS
-        for row in rows:
-            if row.num_missing > 1 and budget > 0:
-                count = min(row.num_missing, budget) if self.policy.info.shares_prefixes else row.num_missing
-                spans.append((row, count))
-                budget -= count
-        return sorted(spans, key=lambda span: span[1] > 1)
-
-    def _forward_recorded(self, spans: list[tuple[CacheRow, int]]) -> Tensor:
+    def _forward_recorded(self, owners: set[Policy], spans: Spans) -> Tensor:
         """As `_forward`. Adds the routes of the tokens to their rows if a policy records them."""
-        shape = next((row.owner.info.routes for row, _ in spans if row.owner.records_routes), None)
+        shape = next((owner.info.routes for owner in owners if owner.records_routes), None)
         if shape is None:
-            return self._forward(spans)
+            return self._forward(owners, spans)
         with routing(recorded := RoutePass()):
-            hidden = self._forward(spans)
+            hidden = self._forward(owners, spans)
         choices, start = recorded.chosen.to(torch.int8 if shape.experts <= 128 else torch.int16).cpu().numpy(), 0
         for row, count in spans:
             row.add_routes(choices[start : start + count])
             start += count
         return hidden
 
-    def _forward(self, spans: list[tuple[CacheRow, int]]) -> Tensor:
-        """Compute the next tokens of each row and store their state; returns their hidden states in order."""
+    def _forward(self, owners: set[Policy], spans: Spans) -> Tensor:
+        """Compute the next tokens of each row and store their state; returns their hidden states in order.
+
+        `owners` are the policies of the rows.
+        """
         if not self.policy.info.shares_prefixes:
             return torch.cat([self._forward_row(row, n) for row, n in spans])
-        self.num_computed += sum(n for _, n in spans)
-        owners = [(row.owner, n) for row, n in spans]
-        policy = owners[0][0] if all(owner is owners[0][0] for owner, _ in owners) else None
-        if self._graphs is not None and policy is not None and all(n == 1 for _, n in spans):
-            for row, n in spans:
-                self._cache.extend(row, row.filled + n)
+        singles = spans[-1][1] == 1
+        self.num_computed += len(spans) if singles else sum(n for _, n in spans)
+        policy = next(iter(owners)) if len(owners) == 1 else None
+        if self._graphs is not None and policy is not None and singles:
             hidden = self._graphs.hidden(policy, [row for row, _ in spans])
             if hidden is not None:
                 return hidden
@@ -269,7 +396,7 @@ class ModelSampler:
             return flat_forward(policy.decoder, *inputs)
         if self._mixture is None:
             self._mixture = AdapterMixture(self.policy)
-        return self._mixture.forward(*inputs, owners)
+        return self._mixture.forward(*inputs, [(row.owner, n) for row, n in spans])
 
     def _forward_row(self, row: CacheRow, count: int) -> Tensor:
         """Compute a row by the model's own attention: after its state, or all of it if there is none."""
@@ -281,35 +408,55 @@ class ModelSampler:
             routes.keep_last(count)
         return hidden[0, -count:]
 
-    def _sample(self, hidden: Tensor, rows: list[CacheRow]) -> list[NewToken]:
+    def _sample(self, hidden: Tensor, rows: list[CacheRow]) -> NewTokens:
         """Sample one token for each completion of the rows, whose last tokens have these hidden states."""
-        sampled = [(i, c) for i, row in enumerate(rows) for c in self._running[row]]
-        chosen = sample_tokens(
-            _logits(self.policy, hidden, rows),
-            [i for i, _ in sampled],
-            [c.params for _, c in sampled],
-            [c.guide.mask if c.guide else b"" for _, c in sampled],
-            [c.uniforms.random() for _, c in sampled],
+        groups = [self._running[row] for row in rows]
+        completions = [c for group in groups for c in group]
+        places = np.array([c.place for c in completions])
+        of = np.arange(len(rows))
+        if len(completions) > len(rows):
+            of = np.repeat(of, [len(group) for group in groups])
+        owners = {row.owner for row in rows}
+        special = np.flatnonzero(self._places.is_special[places]).tolist()
+        masks = {i: guide.mask for i in special if (guide := completions[i].guide)}
+        tokens, logprobs, support = sample_tokens(
+            _logits(self.policy, owners, hidden, rows), self._places.rules(places, of, masks)
         )
-        new: list[NewToken] = []
-        continuing: list[dict[int, list[RunningCompletion]]] = [{} for _ in rows]
-        for (i, c), token, logprob, support in zip(sampled, *chosen, strict=True):
-            c.num_sampled += 1
-            reason: FinishReason | None = "length" if c.num_sampled == c.params.max_tokens else None
-            if token in c.policy.end_tokens:
-                reason = "stop"
-            error: ComputeError | None = None
-            if not math.isfinite(logprob):
-                error = ComputeError("the policy has diverged: its logits are not finite")
-            elif c.guide and reason is None and (refused := c.guide.advance(token)):
-                error = GrammarError(refused)
-            new.append(NewToken(c.id, token, logprob, support, reason, error, _new_routes(c, rows[i])))
-            if reason is None and error is None:
-                continuing[i].setdefault(token, []).append(c)
+        self._places.left[places] -= 1
+        is_over = self._places.left[places] == 0
+        new = NewTokens([c.id for c in completions], tokens.tolist(), logprobs.tolist(), support)
+        new.reasons.update(dict.fromkeys(np.flatnonzero(is_over).tolist(), "length"))
+        ends = frozenset[int]().union(*(policy.end_tokens for policy in owners))
+        for i in np.flatnonzero(np.isin(tokens, list(ends))).tolist():
+            if new.tokens[i] in completions[i].policy.end_tokens:
+                new.reasons[i] = "stop"
+        for i in np.flatnonzero(~np.isfinite(logprobs)).tolist():
+            new.errors[i] = ComputeError("the policy has diverged: its logits are not finite")
+        for i in special:
+            guide = completions[i].guide
+            if guide and i not in new.reasons and i not in new.errors and (refused := guide.advance(new.tokens[i])):
+                new.errors[i] = GrammarError(refused)
+            if (routes := _new_routes(completions[i], rows[of[i]])) is not None:
+                new.routes[i] = routes
+        is_over[[*new.reasons, *new.errors]] = True
+        if is_over.any():
+            self._may_admit = True
+        start = 0
+        over = is_over.tolist()
+        for row, group in zip(rows, groups, strict=True):
+            stop = start + len(group)
+            if len(group) == 1 and not over[start]:
+                row.tokens[row.length] = new.tokens[start]  # As `append`: a call takes longer.
+                row.length += 1
             else:
-                self._may_admit = True
-        for row, by_token in zip(rows, continuing, strict=True):
-            self._branch(row, by_token)
+                by_token: dict[int, list[RunningCompletion]] = {}
+                for c, token, ended in zip(group, new.tokens[start:stop], over[start:stop], strict=True):
+                    if ended:
+                        self._places.leave(c)
+                    else:
+                        by_token.setdefault(token, []).append(c)
+                self._branch(row, by_token)
+            start = stop
         return new
 
     def _branch(self, row: CacheRow, by_token: dict[int, list[RunningCompletion]]) -> None:
@@ -322,6 +469,7 @@ class ModelSampler:
                 continue
             for c in completions:  # no free blocks: the completion waits, with all its tokens so far
                 c.tokens = np.append(row.tokens[: row.length], np.int32(token))
+                self._places.leave(c)
                 self._waiting.appendleft(c)
                 self._may_admit = True
         token, keeping = next(iter(by_token.items()), (0, []))
@@ -345,17 +493,27 @@ def _new_routes(completion: RunningCompletion, row: CacheRow) -> Choices | None:
     return row.routes[first : row.filled].copy()
 
 
-def _passes(rows: list[CacheRow]) -> list[list[CacheRow]]:
-    """Returns the rows of each forward pass. Adapters that cannot be mixed with others have a pass alone."""
-    passes: dict[Policy | None, list[CacheRow]] = {}
-    for row in rows:
-        passes.setdefault(None if row.owner.mixable_layers else row.owner, []).append(row)
+def _is_longer(span: tuple[CacheRow, int]) -> bool:
+    """The order of the spans of a pass: single tokens come first."""
+    return span[1] > 1
+
+
+def _passes(spans: Spans) -> list[tuple[set[Policy], Spans]]:
+    """Returns the spans of each forward pass, with their policies. Adapters that cannot be mixed have a pass alone."""
+    owners = {row.owner for row, _ in spans}
+    if len(owners) == 1:
+        return [(owners, spans)]
+    passes: dict[Policy | None, tuple[set[Policy], Spans]] = {}
+    for row, count in spans:
+        owners, part = passes.setdefault(None if row.owner.mixable_layers else row.owner, (set(), []))
+        owners.add(row.owner)
+        part.append((row, count))
     return list(passes.values())
 
 
-def _logits(base: Policy, hidden: Tensor, rows: list[CacheRow]) -> Tensor:
-    """Returns logits [R, V] of hidden states [R, hidden], each by the head of its row's policy."""
-    if not any(row.owner.adapts_head for row in rows):
+def _logits(base: Policy, owners: set[Policy], hidden: Tensor, rows: list[CacheRow]) -> Tensor:
+    """Returns logits [R, V] of hidden states [R, hidden], each by the head of its row's policy, one of `owners`."""
+    if not any(owner.adapts_head for owner in owners):
         return base.head(hidden)
     return torch.cat([row.owner.head(one[None]) for row, one in zip(rows, hidden, strict=True)])
 

@@ -69,7 +69,20 @@ def encode_set(members: NDArray[np.bool_]) -> bytes:
     if not count:
         raise ValueError("an empty support set")
     excludes = 2 * count > len(members)
-    gaps = np.diff(np.flatnonzero(~members if excludes else members), prepend=0)
+    return _encoded(np.flatnonzero(~members if excludes else members), excludes)
+
+
+def encode_ids(ids: NDArray[np.int64], vocabulary: int) -> bytes:
+    """Returns the encoding of a support set from the ids of its members, ascending. See `encode_set`."""
+    if 0 < 2 * len(ids) <= vocabulary:
+        return _encoded(ids, excludes=False)
+    members = np.zeros(vocabulary, bool)
+    members[ids] = True
+    return encode_set(members)
+
+
+def _encoded(ids: NDArray[np.int64], excludes: bool) -> bytes:
+    gaps = np.diff(ids, prepend=0)
     kind = excludes + 2 * bool(gaps.max() > 0xFFFF)
     return bytes([kind]) + gaps.astype(_KINDS[kind][1]).tobytes()
 
