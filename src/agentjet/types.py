@@ -243,8 +243,8 @@ class SamplingParams:
 
     `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 truncate nothing. `grammar` (Lark in the syntax of `llguidance`,
     empty for none) restricts the tokens before temperature and truncation, and ends a completion that satisfies it.
-    A piece has at most `piece_tokens` tokens: 1 for streaming, more if only the end counts. The same seed, prompt and
-    weights give the same tokens, independent of other calls, up to rounding in batches.
+    A piece has at most `piece_tokens` tokens. The same seed, prompt and weights give the same tokens, independent of
+    other calls, up to rounding in batches.
     """
 
     max_tokens: int
@@ -253,9 +253,19 @@ class SamplingParams:
     top_k: int = 0
     seed: int = 0
     piece_tokens: int = 1
+    stream_seconds: float | None = None
+    """Seconds between two pieces whose receiver waits for each: the first token is sent at once. None if only the end
+    counts.
+    """
     grammar: str = ""
     routes_from: int | None = None
     """Position in the prompt from which routes are reported; None for none."""
+
+    def is_due(self, num_tokens: int, seconds: float) -> bool:
+        """True if a piece of so many tokens must be sent, `seconds` after the piece before. A first piece has an
+        infinite time before it.
+        """
+        return num_tokens >= self.piece_tokens or (self.stream_seconds is not None and seconds >= self.stream_seconds)
 
 
 @dataclass(frozen=True, slots=True)

@@ -301,10 +301,12 @@ def write_weights(policy: Policy, weights: dict[str, torch.Tensor], path: Path) 
 
 @dataclass(slots=True)
 class _Piece:
-    """Sampled tokens of a completion that are not sent yet. A piece is sent when it has `size` tokens."""
+    """Sampled tokens of a completion that are not sent yet."""
 
     hosted: PolicyHost
-    size: int
+    params: SamplingParams
+    sent_at: float = -math.inf
+    """Time of the piece before."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     support: list[bytes] = field(default_factory=list)
@@ -504,7 +506,7 @@ class Rank:
         self, hosted: PolicyHost, id: int, tokens: np.ndarray, params: SamplingParams, guide: Guide | None
     ) -> None:
         _sampler_of(hosted).submit(id, tokens, params, hosted.policy, guide)
-        self._pieces[id] = _Piece(hosted, params.piece_tokens, num_routed=params.routes_from or 0)
+        self._pieces[id] = _Piece(hosted, params, num_routed=params.routes_from or 0)
 
     def _cancel(self, policy: PolicyId, id: int) -> None:
         """Drop a completion, unless it has ended."""
@@ -518,7 +520,9 @@ class Rank:
 
     def sample_step(self) -> None:
         complete: dict[int, FinishReason | None] = {}
-        for new in [new for sampler in self._samplers() for new in sampler.step()]:
+        sampled = [new for sampler in self._samplers() for new in sampler.step()]
+        now = time.monotonic()
+        for new in sampled:
             piece = self._pieces[new.id]
             piece.tokens.append(new.token)
             piece.logprobs.append(new.logprob)
@@ -528,7 +532,7 @@ class Rank:
             if new.error is not None:
                 del self._pieces[new.id]
                 self._send(Answer(new.id, error=new.error))
-            elif new.finish_reason is not None or len(piece.tokens) >= piece.size:
+            elif new.finish_reason is not None or piece.params.is_due(len(piece.tokens), now - piece.sent_at):
                 complete[new.id] = new.finish_reason
         self._deliver(complete)
 
@@ -544,7 +548,7 @@ class Rank:
         for id, reason in complete.items():
             piece = self._pieces.pop(id)
             if reason is None:
-                self._pieces[id] = _Piece(piece.hosted, piece.size, num_routed=piece.num_routed)
+                self._pieces[id] = _Piece(piece.hosted, piece.params, time.monotonic(), num_routed=piece.num_routed)
 
     def _hosted(self, policy: PolicyId) -> PolicyHost:
         if policy not in self.policies:

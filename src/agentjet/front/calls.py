@@ -48,7 +48,7 @@ from agentjet.errors import (
     Unavailable,
     WorkerDied,
 )
-from agentjet.front.concurrency import Gate, GroupCommit, offload
+from agentjet.front.concurrency import Gate, GroupCommit, StreamPace, offload
 from agentjet.front.prompts import AnswerDelta, CompletionParser, Prompt, TokenLogprob, num_characters, prepare_prompt
 from agentjet.rendering import Renderer
 from agentjet.rendering.grammar import GrammarTrials
@@ -71,7 +71,7 @@ TOKEN_BYTES = 4
 """Bytes of a token's text, about: a call of 16,000 new tokens is encoded in a thread."""
 MAX_CHOICES = 64
 PIECE_TOKENS = 64
-"""Tokens that the worker sends at a time if the request neither streams nor has stop strings."""
+"""Most tokens that a sampler sends at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,6 +261,7 @@ class Calls:
     clock: Callable[[], float] = time.time
 
     def __post_init__(self) -> None:
+        self.pace = StreamPace()
         self.began = self.clock()
         self.swarm = self.commits.swarm
         self.episodes: Episodes = self.swarm
@@ -488,8 +489,12 @@ class ActiveCall:
                 param="chat_template_kwargs",
             )
         renderer.check_ids(request.stop_ids, "sampling_params.stop_token_ids")
-        if not set(request.stop_ids) <= set(renderer.model.end_tokens):  # The sampler ends with the others by itself.
-            params = replace(params, piece_tokens=1)
+        pace = self._calls.pace
+        if request.stream:
+            params = replace(params, stream_seconds=pace.seconds())
+        elif request.stop or not set(request.stop_ids) <= set(renderer.model.end_tokens):
+            # The sampler ends with end tokens by itself. What it samples behind the others is of no use.
+            params = replace(params, stream_seconds=pace.FASTEST)
         is_new_role = not self._tree.calls and episode.num_calls
         for conversation in request.conversations:
             prompt = await self._calls.prompt(renderer, episode.id, self.role, request, conversation)
@@ -786,7 +791,7 @@ def sampling_params(request: CallRequest, job: JobConfig, episode: EpisodeRecord
         temperature=temperature,
         top_p=request.top_p,
         top_k=request.top_k,
-        piece_tokens=1 if request.stream or request.stop else PIECE_TOKENS,
+        piece_tokens=PIECE_TOKENS,
     )
 
 
