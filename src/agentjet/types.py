@@ -11,7 +11,7 @@ import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 from agentjet.errors import InvalidRequest, Unprocessable, nearest_name
 
@@ -268,8 +268,7 @@ class SamplingParams:
         return num_tokens >= self.piece_tokens or (self.stream_seconds is not None and seconds >= self.stream_seconds)
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
+class Sampled(NamedTuple):  # A pickle of one takes a fifth of the time of a frozen dataclass.
     """A piece of a completion. The last piece has a `finish_reason`: `stop` (with the end token) or `length`.
 
     Log-probabilities belong to the distribution sampled from, after grammar, temperature and truncation.

@@ -91,6 +91,8 @@ class CallRequest:
     choices: int = 1
     stream: bool = False
     """True if text is sent while it is sampled. Else only the last chunk of each choice is sent."""
+    shows_tokens: bool = False
+    """True if chunks have their tokens."""
     num_bytes: int = 0
     """Size of the HTTP body."""
     id: str = ""
@@ -141,7 +143,7 @@ class ScoredToken:
 class CallChunk:
     """A piece of one choice. The last chunk of a choice has its `call`.
 
-    The sum of all deltas is the answer. The same holds for `tokens`.
+    The sum of all deltas is the answer. The same holds for `tokens`, if the request asks for them.
     """
 
     index: int
@@ -638,7 +640,10 @@ class ActiveChoice:
                     if call.request.stream:
                         delta = parser.delta()
                         if delta.parts:
-                            yield CallChunk(self._index, delta, parser.new_tokens(), num_prompt_tokens=len(prompt))
+                            yield CallChunk(self._index, delta, self._new_tokens(), num_prompt_tokens=len(prompt))
+
+    def _new_tokens(self) -> tuple[TokenLogprob, ...]:
+        return self._parser.new_tokens() if self._call.request.shows_tokens else ()
 
     async def score(self, compute: Sampler) -> tuple[ScoredToken, ...]:
         """Returns the scores of prompt and completion if the request asks for them."""
@@ -703,7 +708,7 @@ class ActiveChoice:
             completion_tokens=len(completion),
             finish_reason=record.finish_reason,
         )
-        num_tokens, tokens = len(prompt.tokens), parser.new_tokens()
+        num_tokens, tokens = len(prompt.tokens), self._new_tokens()
         return CallChunk(self._index, delta, tokens, record, num_tokens, parser.stopped_by, scores)
 
 

@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
 from pydantic import Field, Strict, ValidationError
+from pydantic_core import to_json
 
 from agentjet.errors import InvalidRequest
 from agentjet.front.calls import MAX_CHOICES, CallChunk, CallRequest, ScoredToken
@@ -114,6 +115,8 @@ class ChoicesEncoder(Encoder[BodyT]):
         super().__init__(body, head)
         self._with_usage = body.stream_options is not None and body.stream_options.include_usage
         self._event = self._head(self.event_kind) | ({"usage": None} if self._with_usage else {})
+        self._constant = b""
+        """What all events of a stream begin with; empty if it must be encoded again."""
         self._ended: dict[int, tuple[CallChunk, Payload]] = {}
 
     def part(self, chunk: CallChunk) -> Payload:
@@ -129,12 +132,19 @@ class ChoicesEncoder(Encoder[BodyT]):
         if chunk.call is not None:
             self._ended[chunk.index] = chunk, part
             self._event["system_fingerprint"] = self._fingerprint(chunk)
+            self._constant = b""
         yield {**self._event, "choices": [part]}
 
-    def finish(self) -> Iterator[str]:
-        if self._with_usage:
-            yield sse({**self._event, "choices": [], "usage": self._usage()})
-        yield "data: [DONE]\n\n"
+    def stream(self, chunk: CallChunk) -> bytes:
+        [event] = self.encode(chunk)
+        self.num_events += 1
+        if not self._constant:
+            self._constant = b"data: %b" % to_json(self._event)[:-1]
+        return b'%b,"choices":%b}\n\n' % (self._constant, to_json(event["choices"]))
+
+    def finish(self) -> bytes:
+        usage = sse({**self._event, "choices": [], "usage": self._usage()}) if self._with_usage else b""
+        return usage + b"data: [DONE]\n\n"
 
     def answer(self) -> Payload:
         in_order = [self._ended[index] for index in sorted(self._ended)]
@@ -213,6 +223,7 @@ def translate_text(body: CompletionBody, _: CallLookup) -> CallRequest:
         sampling_request(body, Conversation((), prompt=first), body.max_tokens),
         others=tuple(Conversation((), prompt=prompt) for prompt in others),
         num_likeliest=(body.logprobs or 0) if scored else None,
+        shows_tokens=body.logprobs is not None,
     )
 
 
@@ -419,7 +430,12 @@ def translate_chat(body: ChatBody, _: CallLookup) -> CallRequest:
         tuple(function_tool(function.name, function.description, function.parameters) for function in functions),
     )
     request = sampling_request(body, conversation, body.max_completion_tokens or body.max_tokens)
-    return replace(request, constraint=_constraint(body, functions), template_kwargs=body.chat_template_kwargs or {})
+    return replace(
+        request,
+        constraint=_constraint(body, functions),
+        template_kwargs=body.chat_template_kwargs or {},
+        shows_tokens=bool(body.logprobs),
+    )
 
 
 def _message(body: MessageBody) -> Message:

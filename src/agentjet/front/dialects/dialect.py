@@ -19,7 +19,7 @@ Sections: bodies; treatment of keys; parts of a message; tools and constraints; 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
@@ -357,10 +357,10 @@ OPENAI_ERRORS = ErrorShape(OpenAIError, openai_error)
 Payload = dict[str, Any]
 
 
-def sse(payload: Payload) -> str:
+def sse(payload: Payload) -> bytes:
     """Returns one server-sent event, which has the name of its type, if it has one."""
-    name = f"event: {payload['type']}\n" if "type" in payload else ""
-    return f"{name}data: {json.dumps(payload, ensure_ascii=False)}\n\n"
+    name = f"event: {payload['type']}\n".encode() if "type" in payload else b""
+    return b"%bdata: %b\n\n" % (name, to_json(payload))
 
 
 @dataclass(frozen=True, slots=True)
@@ -392,13 +392,21 @@ class Encoder(Generic[RequestT]):
     def __init__(self, body: RequestT, head: AnswerHead) -> None:
         self.body = body
         self.head = head
+        self.num_events = 0
+        """Events that `stream` returned."""
 
     def encode(self, chunk: CallChunk) -> Iterator[Payload]:
         raise NotImplementedError
 
-    def finish(self) -> Iterable[str]:
-        """Returns the text that ends a stream."""
-        return ()
+    def stream(self, chunk: CallChunk) -> bytes:
+        """Returns the events of a chunk as a stream has them."""
+        events = [sse(event) for event in self.encode(chunk)]
+        self.num_events += len(events)
+        return b"".join(events)
+
+    def finish(self) -> bytes:
+        """Returns the end of a stream."""
+        return b""
 
     def answer(self) -> Payload:
         """Returns the whole answer, once all chunks were encoded."""
