@@ -36,6 +36,7 @@ from tokenizers import Tokenizer
 
 from agentjet.compute.fleet import Fleet
 from agentjet.compute.samplers import Replicas
+from agentjet.compute.vllm.replica import PIECE_SECONDS
 from agentjet.compute.weights import Publication
 from agentjet.config import SamplerConfig, ServeConfig
 from agentjet.config.loader import cache_dir
@@ -53,7 +54,7 @@ from bench.wire import Connection
 
 REPLICAS, SLOTS = 2, 64
 STEP, STEP_PER_COMPLETION = 0.012, 50e-6  # Seconds of a step, as `capacity.Fleet` assumes
-EPISODES = 48  # Of the reference workload
+EPISODES = 128  # Of the reference workload
 LENGTHS = 32, 544  # Tokens of the two answers whose difference is the cost of a token
 LEAST_SECONDS = 2.0  # Of the measurement without calls
 WORDS = "look at table row find sum the value in next column and add it to data"
@@ -74,7 +75,8 @@ class Completion:
     offset: int
     done: int = 0
     sent: int = 0
-    sent_at: float = 0.0
+    sent_at: float = -1.0
+    since: float = 0.0
 
 
 @dataclass(slots=True)
@@ -104,19 +106,23 @@ class Replica:
         self.next_step = now + STEP + STEP_PER_COMPLETION * len(self.running)
         pieces = []
         for id, one in list(self.running.items()):
+            one.since = now if one.done == one.sent else one.since
             one.done += 1
             is_last = one.done == one.params.max_tokens
-            # A checkout from before `piece_seconds` sends a piece when its first token is a quarter of a second old.
-            seconds = getattr(one.params, "piece_seconds", 0.25)
-            if not one.sent_at and not hasattr(one.params, "piece_seconds"):
-                one.sent_at = now
-            if is_last or one.done - one.sent >= one.params.piece_tokens or now - one.sent_at >= seconds:
+            if is_last or self._is_due(one, now):
                 pieces.append((id, self._piece(one, is_last=is_last)))
                 one.sent, one.sent_at = one.done, now
             if is_last:
                 del self.running[id]
         if pieces:
             self.link.send(pieces)
+
+    @staticmethod
+    def _is_due(one: Completion, now: float) -> bool:
+        count = one.done - one.sent
+        if hasattr(one.params, "is_due"):
+            return one.params.is_due(count, one.sent_at, now) or now - one.since >= PIECE_SECONDS
+        return count >= one.params.piece_tokens or now - one.since >= PIECE_SECONDS
 
     def _piece(self, one: Completion, *, is_last: bool) -> Sampled:
         places = range(one.offset + one.sent, one.offset + one.done)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import sys
 import time
 from collections.abc import AsyncGenerator, Sequence
@@ -104,10 +103,10 @@ class ScriptedCompute(fakes.ScriptedCompute):
         # Every piece has its own due time, counted from the start, so that late ones do not add up.
         loop = asyncio.get_running_loop()
         began, answer, version = loop.time(), self._answer, self.policies[policy].version
-        start, sent_at = 0, -math.inf
+        start, sent_at = 0, -1.0
         for done in range(1, len(answer) + 1):
             at = self._seconds * done / len(answer)
-            if done == len(answer) or params.is_due(done - start, at - sent_at):
+            if done == len(answer) or params.is_due(done - start, sent_at, at):
                 await asyncio.sleep(max(0.0, began + at - loop.time()))
                 piece = answer[start:done]
                 yield Sampled(piece, (-0.5,) * len(piece), version, "stop" if done == len(answer) else None)

@@ -254,18 +254,19 @@ class SamplingParams:
     seed: int = 0
     piece_tokens: int = 1
     stream_seconds: float | None = None
-    """Seconds between two pieces whose receiver waits for each: the first token is sent at once. None if only the end
-    counts.
-    """
+    """Seconds in which the tokens of a stream become one piece: see `is_due`. None if only the end counts."""
     grammar: str = ""
     routes_from: int | None = None
     """Position in the prompt from which routes are reported; None for none."""
 
-    def is_due(self, num_tokens: int, seconds: float) -> bool:
-        """True if a piece of so many tokens must be sent, `seconds` after the piece before. A first piece has an
-        infinite time before it.
+    def is_due(self, num_tokens: int, sent_at: float, now: float) -> bool:
+        """True if a piece of so many tokens must be sent now; the piece before was sent at `sent_at`, -1 for none.
+
+        The first token of a stream is sent at once. From then on a piece is sent in each period of `stream_seconds` on
+        the sampler's clock. The periods of all streams are the same, so that their pieces share a message.
         """
-        return num_tokens >= self.piece_tokens or (self.stream_seconds is not None and seconds >= self.stream_seconds)
+        period = self.stream_seconds
+        return num_tokens >= self.piece_tokens or (period is not None and now // period > sent_at // period)
 
 
 class Sampled(NamedTuple):  # A pickle of one takes a fifth of the time of a frozen dataclass.

@@ -225,7 +225,7 @@ async def test_tokens_are_sent_when_they_are_old(tmp_path: Path, monkeypatch: py
 
 async def test_a_stream_begins_at_once_and_keeps_its_pace(tmp_path: Path) -> None:
     async with Scene(tmp_path) as scene:
-        id = scene.sample(piece_tokens=9, stream_seconds=60.0)
+        id = scene.sample(piece_tokens=9, stream_seconds=1e9)
         for token in (10, 11, 12, 2):
             await scene.yielded(delta(token))
         assert await scene.link.until(2) == [

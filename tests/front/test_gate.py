@@ -89,9 +89,9 @@ async def test_a_broadcast_wakes_everybody_and_a_timeout_is_no_error() -> None:
 
 @pytest.mark.parametrize(
     ("passed", "used", "pace"),
-    [(0.9, 0.9, 0.05), (2.0, 0.0, 0.05), (2.0, 1.0, 0.05), (2.0, 1.5, 0.15), (2.0, 2.0, 0.25), (1.0, 1.9, 0.25)],
+    [(0.9, 0.9, 0.05), (2.0, 0.0, 0.05), (2.0, 1.0, 0.15), (2.0, 2.0, 0.25), (1.0, 1.9, 0.25)],
 )
-def test_streams_slow_down_from_half_of_a_core_on(passed: float, used: float, pace: float) -> None:
+def test_the_events_of_streams_come_slower_from_a_busy_process(passed: float, used: float, pace: float) -> None:
     cpu, clock = Clock(), Clock()
     given = StreamPace(cpu=cpu, monotonic=clock)
     cpu.advance(used)

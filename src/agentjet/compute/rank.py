@@ -305,8 +305,8 @@ class _Piece:
 
     hosted: PolicyHost
     params: SamplingParams
-    sent_at: float = -math.inf
-    """Time of the piece before."""
+    sent_at: float = -1.0
+    """Time of the piece before; -1 if this is the first."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     support: list[bytes] = field(default_factory=list)
@@ -532,7 +532,7 @@ class Rank:
             if new.error is not None:
                 del self._pieces[new.id]
                 self._send(Answer(new.id, error=new.error))
-            elif new.finish_reason is not None or piece.params.is_due(len(piece.tokens), now - piece.sent_at):
+            elif new.finish_reason is not None or piece.params.is_due(len(piece.tokens), piece.sent_at, now):
                 complete[new.id] = new.finish_reason
         self._deliver(complete)
 

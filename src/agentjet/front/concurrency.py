@@ -156,8 +156,7 @@ class Gate:
 class StreamPace:
     """Seconds between two events of a stream, by the CPU time that this process used in the last second or more.
 
-    They are `FASTEST` below half of a core, and rise evenly to `SLOWEST` at a whole one. An event costs about as much
-    as ten tokens of it.
+    They rise evenly from `FASTEST` for an idle process to `SLOWEST` for one that used a whole core.
     """
 
     FASTEST, SLOWEST = 0.05, 0.25
@@ -174,7 +173,7 @@ class StreamPace:
         cpu, now = (clock() for clock in self._clocks)
         if now - self._since >= 1:
             share = (cpu - self._cpu) / (now - self._since)
-            self._seconds = self.FASTEST + (self.SLOWEST - self.FASTEST) * min(1.0, max(0.0, 2 * share - 1))
+            self._seconds = self.FASTEST + (self.SLOWEST - self.FASTEST) * min(1.0, share)
             self._cpu, self._since = cpu, now
         return self._seconds
 

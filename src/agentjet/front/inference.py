@@ -43,6 +43,7 @@ from agentjet.front.http import (
     KEY_PATH,
     ClientGone,
     GuardedRoute,
+    Handler,
     calls_of,
     count_refusal,
     internal_error,
@@ -79,7 +80,23 @@ def answers_of(dialect: Dialect[Any]) -> Documentation:
     return {200: good, **errors_of(dialect.errors)}
 
 
+class CallRoute(GuardedRoute):
+    """A route that answers calls. Its endpoint takes the body, the request and the calls of the run."""
+
+    def handler(self) -> Handler:
+        of_fastapi = super().handler()
+
+        async def handle(request: Request) -> Response:
+            if (body := getattr(request, "_json", None)) is None:  # FastAPI describes what is wrong with it.
+                return await of_fastapi(request)
+            response: Response = await self.endpoint(body, request, calls_of(request))
+            return response
+
+        return handle
+
+
 routes = APIRouter(tags=["inference"], route_class=GuardedRoute)
+calls_routes = APIRouter(tags=["inference"], route_class=CallRoute)
 
 
 def _add_route(dialect: Dialect[Any]) -> None:
@@ -88,13 +105,14 @@ def _add_route(dialect: Dialect[Any]) -> None:
         return await respond(dialect, body, request, calls)
 
     answer.__annotations__["body"] = dialect.request
-    routes.add_api_route(
+    calls_routes.add_api_route(
         dialect.path, answer, methods=["POST"], dependencies=EPISODE_KEY, responses=answers_of(dialect)
     )
 
 
 for _dialect in DIALECTS:
     _add_route(_dialect)
+routes.include_router(calls_routes)
 
 
 @routes.post(f"{MESSAGES.path}/count_tokens", dependencies=EPISODE_KEY, responses=errors_of(MESSAGES.errors))

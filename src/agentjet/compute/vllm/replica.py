@@ -62,8 +62,8 @@ class Completion:
     num_sampled: int = 0
     since: float = 0.0
     """Time of the first token that is not sent yet."""
-    sent_at: float = -math.inf
-    """Time of the last piece."""
+    sent_at: float = -1.0
+    """Time of the last piece; -1 before the first."""
     task: asyncio.Task[None] | None = None
 
     def add(self, delta: Delta) -> None:
@@ -81,7 +81,7 @@ class Completion:
     def is_due(self) -> bool:
         """Returns whether a piece must be sent."""
         now = time.monotonic()
-        return self.params.is_due(len(self.tokens), now - self.sent_at) or now - self.since >= PIECE_SECONDS
+        return self.params.is_due(len(self.tokens), self.sent_at, now) or now - self.since >= PIECE_SECONDS
 
     def finish_reason(self) -> FinishReason | None:
         """Returns why the completion ends with its last token; None if it goes on."""

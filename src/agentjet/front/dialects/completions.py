@@ -116,7 +116,7 @@ class ChoicesEncoder(Encoder[BodyT]):
         self._with_usage = body.stream_options is not None and body.stream_options.include_usage
         self._event = self._head(self.event_kind) | ({"usage": None} if self._with_usage else {})
         self._constant = b""
-        """What all events of a stream begin with; empty if it must be encoded again."""
+        """The part that all events share, as JSON; empty if it must be encoded again."""
         self._ended: dict[int, tuple[CallChunk, Payload]] = {}
 
     def part(self, chunk: CallChunk) -> Payload:
@@ -128,19 +128,23 @@ class ChoicesEncoder(Encoder[BodyT]):
         return part
 
     def encode(self, chunk: CallChunk) -> Iterator[Payload]:
+        part = self._next_part(chunk)
+        yield {**self._event, "choices": [part]}
+
+    def stream(self, chunk: CallChunk) -> bytes:
+        part = self._next_part(chunk)
+        self.num_events += 1
+        if not self._constant:
+            self._constant = to_json(self._event)[:-1]
+        return b'data: %b,"choices":[%b]}\n\n' % (self._constant, to_json(part))
+
+    def _next_part(self, chunk: CallChunk) -> Payload:
         part = self.part(chunk)
         if chunk.call is not None:
             self._ended[chunk.index] = chunk, part
             self._event["system_fingerprint"] = self._fingerprint(chunk)
             self._constant = b""
-        yield {**self._event, "choices": [part]}
-
-    def stream(self, chunk: CallChunk) -> bytes:
-        [event] = self.encode(chunk)
-        self.num_events += 1
-        if not self._constant:
-            self._constant = b"data: %b" % to_json(self._event)[:-1]
-        return b'%b,"choices":%b}\n\n' % (self._constant, to_json(event["choices"]))
+        return part
 
     def finish(self) -> bytes:
         usage = sse({**self._event, "choices": [], "usage": self._usage()}) if self._with_usage else b""
@@ -482,14 +486,14 @@ class ChatEncoder(ChoicesEncoder[ChatBody]):
         if chunk.index not in self._num_calls:
             self._num_calls[chunk.index] = 0
             delta |= {"role": "assistant", "content": ""}
-        if new.reasoning:
-            delta["reasoning_content"] = new.reasoning
-        if new.text:
-            delta["content"] = new.text
-        if new.calls:
+        if reasoning := new.reasoning:
+            delta["reasoning_content"] = reasoning
+        if text := new.text:
+            delta["content"] = text
+        if calls := new.calls:
             start = self._num_calls[chunk.index]
-            delta["tool_calls"] = [{**_shown(one), "index": i} for i, one in enumerate(new.calls, start)]
-            self._num_calls[chunk.index] += len(new.calls)
+            delta["tool_calls"] = [{**_shown(one), "index": i} for i, one in enumerate(calls, start)]
+            self._num_calls[chunk.index] += len(calls)
         logprobs = _logprobs(chunk) if self.body.logprobs and chunk.tokens else None
         reason = None if call is None else call.finish_reason
         return {"index": chunk.index, "delta": delta, "finish_reason": reason, "logprobs": logprobs}
