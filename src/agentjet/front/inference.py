@@ -234,7 +234,7 @@ async def _stream(
     choices: int,
     dialect: Dialect[Any],
     encoder: Encoder[Any],
-) -> AsyncGenerator[bytes]:
+) -> AsyncGenerator[str]:
     """Yields the events of the first `chunk` and of the others, and closes the call at the end. An error becomes the
     last event.
     """

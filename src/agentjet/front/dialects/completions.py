@@ -17,7 +17,6 @@ from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
 from pydantic import Field, Strict, ValidationError
-from pydantic_core import to_json
 
 from agentjet.errors import InvalidRequest
 from agentjet.front.calls import MAX_CHOICES, CallChunk, CallRequest, ScoredToken
@@ -48,6 +47,7 @@ from agentjet.front.dialects.dialect import (
     ToolName,
     call_of,
     check_choice,
+    event_json,
     function_tool,
     named_function,
     noted,
@@ -115,7 +115,7 @@ class ChoicesEncoder(Encoder[BodyT]):
         super().__init__(body, head)
         self._with_usage = body.stream_options is not None and body.stream_options.include_usage
         self._event = self._head(self.event_kind) | ({"usage": None} if self._with_usage else {})
-        self._constant = b""
+        self._constant = ""
         """The part that all events share, as JSON; empty if it must be encoded again."""
         self._ended: dict[int, tuple[CallChunk, Payload]] = {}
 
@@ -131,24 +131,24 @@ class ChoicesEncoder(Encoder[BodyT]):
         part = self._next_part(chunk)
         yield {**self._event, "choices": [part]}
 
-    def stream(self, chunk: CallChunk) -> bytes:
+    def stream(self, chunk: CallChunk) -> str:
         part = self._next_part(chunk)
         self.num_events += 1
         if not self._constant:
-            self._constant = to_json(self._event)[:-1]
-        return b'data: %b,"choices":[%b]}\n\n' % (self._constant, to_json(part))
+            self._constant = event_json(self._event)[:-1]
+        return f'data: {self._constant}, "choices": [{event_json(part)}]}}\n\n'
 
     def _next_part(self, chunk: CallChunk) -> Payload:
         part = self.part(chunk)
         if chunk.call is not None:
             self._ended[chunk.index] = chunk, part
             self._event["system_fingerprint"] = self._fingerprint(chunk)
-            self._constant = b""
+            self._constant = ""
         return part
 
-    def finish(self) -> bytes:
-        usage = sse({**self._event, "choices": [], "usage": self._usage()}) if self._with_usage else b""
-        return usage + b"data: [DONE]\n\n"
+    def finish(self) -> str:
+        usage = sse({**self._event, "choices": [], "usage": self._usage()}) if self._with_usage else ""
+        return usage + "data: [DONE]\n\n"
 
     def answer(self) -> Payload:
         in_order = [self._ended[index] for index in sorted(self._ended)]

@@ -357,10 +357,14 @@ OPENAI_ERRORS = ErrorShape(OpenAIError, openai_error)
 Payload = dict[str, Any]
 
 
-def sse(payload: Payload) -> bytes:
+event_json = json.JSONEncoder(ensure_ascii=False).encode
+"""Returns the JSON text of a part of an event."""
+
+
+def sse(payload: Payload) -> str:
     """Returns one server-sent event, which has the name of its type, if it has one."""
-    name = f"event: {payload['type']}\n".encode() if "type" in payload else b""
-    return b"%bdata: %b\n\n" % (name, to_json(payload))
+    name = f"event: {payload['type']}\n" if "type" in payload else ""
+    return f"{name}data: {event_json(payload)}\n\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -398,15 +402,15 @@ class Encoder(Generic[RequestT]):
     def encode(self, chunk: CallChunk) -> Iterator[Payload]:
         raise NotImplementedError
 
-    def stream(self, chunk: CallChunk) -> bytes:
+    def stream(self, chunk: CallChunk) -> str:
         """Returns the events of a chunk as a stream has them."""
         events = [sse(event) for event in self.encode(chunk)]
         self.num_events += len(events)
-        return b"".join(events)
+        return "".join(events)
 
-    def finish(self) -> bytes:
-        """Returns the end of a stream."""
-        return b""
+    def finish(self) -> str:
+        """Returns the text that ends a stream."""
+        return ""
 
     def answer(self) -> Payload:
         """Returns the whole answer, once all chunks were encoded."""
