@@ -10,6 +10,9 @@ one server a process), a replica (its running completions advance together, one 
 which handles the tokens, records the call and waits for the disk. Finished groups fill batches; the learner learns
 them, one at a time, and publishes. Admission is that of `swarm.mixture.places`: groups wait for a place.
 
+`--measure` measures the CPU of a front process for a call instead, and `--against DIR` that of another checkout
+alternately (`bench.front`): `front_call_ratio` is this checkout's cost of a call divided by the other's.
+
 Simplifications: the gateway handles the tokens of a completion at its end. Prompt tokens cost the replica steps of one
 completion only. Nothing fails. Prints tables, then one JSON object as the last line: `docs/scaling.md` explains it.
 """
@@ -695,6 +698,30 @@ def limits(costs: Costs) -> dict[str, float]:
     }
 
 
+# ---- a front process -----------------------------------------------------------------------------------------
+
+
+def measure(times: int, against: Path | None) -> int:
+    """Prints the medians of the figures of a front process, and of the other checkout in turn with it."""
+    from bench import front  # It imports the workload of this module.
+
+    rounds = []
+    for number in range(times):
+        found = {"other": front.measure(against)} if against is not None else {}
+        rounds.append(found | {"this": front.measure()})
+        print(f"round {number + 1}: {rounds[-1]}", file=sys.stderr, flush=True)
+    medians = {
+        name: rounded({key: statistics.median(one[name][key] for one in rounds) for key in rounds[0][name]})
+        for name in rounds[0]
+    }
+    figures: dict[str, Any] = dict(medians["this"])
+    if against is not None:
+        ratios = [one["this"]["front_call_ms"] / one["other"]["front_call_ms"] for one in rounds]
+        figures |= rounded({"front_call_ratio": statistics.median(ratios)}) | {"other": medians["other"]}
+    report("capacity", figures, grid(medians))
+    return 0
+
+
 # ---- the whole -----------------------------------------------------------------------------------------------
 
 
@@ -703,7 +730,11 @@ def main() -> int:
     parser.add_argument("--costs", type=Path, default=CASES / "costs.json", help="measured costs, as a JSON object")
     parser.add_argument("--most", type=int, default=100_000, help="concurrent episodes of the largest simulation")
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that everything works")
+    parser.add_argument("--measure", type=int, metavar="TIMES", help="measure a front so many times; simulate nothing")
+    parser.add_argument("--against", type=Path, metavar="DIR", help="the other checkout, for --measure")
     given = parser.parse_args()
+    if given.measure:
+        return measure(given.measure, given.against)
     progress, output = Console(stderr=True), Console(width=180)
     costs = Costs(**json.loads(given.costs.read_text()))
     result: dict[str, Any] = {"costs": asdict(costs), "limits": rounded(limits(costs))}

@@ -103,11 +103,14 @@ class ScriptedCompute(fakes.ScriptedCompute):
         # Every piece has its own due time, counted from the start, so that late ones do not add up.
         loop = asyncio.get_running_loop()
         began, answer, version = loop.time(), self._answer, self.policies[policy].version
-        for start in range(0, len(answer), params.piece_tokens):
-            piece = answer[start : start + params.piece_tokens]
-            done = start + len(piece)
-            await asyncio.sleep(max(0.0, began + self._seconds * done / len(answer) - loop.time()))
-            yield Sampled(piece, (-0.5,) * len(piece), version, "stop" if done == len(answer) else None)
+        start, sent_at = 0, -1.0
+        for done in range(1, len(answer) + 1):
+            at = self._seconds * done / len(answer)
+            if done == len(answer) or params.is_due(done - start, sent_at, at):
+                await asyncio.sleep(max(0.0, began + at - loop.time()))
+                piece = answer[start:done]
+                yield Sampled(piece, (-0.5,) * len(piece), version, "stop" if done == len(answer) else None)
+                start, sent_at = done, at
 
 
 class TimedSync:

@@ -11,7 +11,7 @@ import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 from agentjet.errors import InvalidRequest, Unprocessable, nearest_name
 
@@ -243,8 +243,8 @@ class SamplingParams:
 
     `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 truncate nothing. `grammar` (Lark in the syntax of `llguidance`,
     empty for none) restricts the tokens before temperature and truncation, and ends a completion that satisfies it.
-    A piece has at most `piece_tokens` tokens: 1 for streaming, more if only the end counts. The same seed, prompt and
-    weights give the same tokens, independent of other calls, up to rounding in batches.
+    A piece has at most `piece_tokens` tokens. The same seed, prompt and weights give the same tokens, independent of
+    other calls, up to rounding in batches.
     """
 
     max_tokens: int
@@ -253,13 +253,23 @@ class SamplingParams:
     top_k: int = 0
     seed: int = 0
     piece_tokens: int = 1
+    stream_seconds: float | None = None
+    """Seconds in which the tokens of a stream become one piece: see `is_due`. None if only the end counts."""
     grammar: str = ""
     routes_from: int | None = None
     """Position in the prompt from which routes are reported; None for none."""
 
+    def is_due(self, num_tokens: int, sent_at: float, now: float) -> bool:
+        """True if a piece of so many tokens must be sent now; the piece before was sent at `sent_at`, -1 for none.
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
+        The first token of a stream is sent at once. From then on a piece is sent in each period of `stream_seconds` on
+        the sampler's clock. The periods of all streams are the same, so that their pieces share a message.
+        """
+        period = self.stream_seconds
+        return num_tokens >= self.piece_tokens or (period is not None and now // period > sent_at // period)
+
+
+class Sampled(NamedTuple):  # A pickle of one takes a fifth of the time of a frozen dataclass.
     """A piece of a completion. The last piece has a `finish_reason`: `stop` (with the end token) or `length`.
 
     Log-probabilities belong to the distribution sampled from, after grammar, temperature and truncation.

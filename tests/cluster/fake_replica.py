@@ -18,7 +18,7 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal, Self
 
@@ -288,7 +288,7 @@ class FakeReplica:
         assert self._version is not None
         support = tuple(_support(token, completion.params) for token in completion.tokens)
         piece = Sampled(tuple(completion.tokens), tuple(completion.logprobs), self._version, reason)
-        piece = replace(piece, support=support if any(support) else (), routes=self._routes(completion))
+        piece = piece._replace(support=support if any(support) else (), routes=self._routes(completion))
         self._link.send([(completion.id, piece)])
         completion.tokens, completion.logprobs = [], []
         self._pass("sent")

@@ -223,6 +223,17 @@ async def test_tokens_are_sent_when_they_are_old(tmp_path: Path, monkeypatch: py
         assert scene.link.sent == [(id, Sampled((10, 11), (-1.0, -1.0), 0))]
 
 
+async def test_a_stream_begins_at_once_and_keeps_its_pace(tmp_path: Path) -> None:
+    async with Scene(tmp_path) as scene:
+        id = scene.sample(piece_tokens=9, stream_seconds=1e9)
+        for token in (10, 11, 12, 2):
+            await scene.yielded(delta(token))
+        assert await scene.link.until(2) == [
+            (id, Sampled((10,), (-1.0,), 0)),
+            (id, Sampled((11, 12, 2), (-1.0,) * 3, 0, "stop")),
+        ]
+
+
 async def test_a_failed_fetch_changes_nothing(tmp_path: Path) -> None:
     async with Scene(tmp_path) as scene:
         id = scene.sample()

@@ -29,8 +29,8 @@ from agentjet.compute.learner import PolicyLearner
 from agentjet.compute.model import load_policy
 from agentjet.compute.policy import Policy
 from agentjet.compute.protocol import learn
-from agentjet.compute.rank import _Piece
-from agentjet.config import JobConfig, ServeConfig
+from agentjet.compute.rank import Rank, _Piece
+from agentjet.config import JobConfig, SamplerConfig, ServeConfig
 from agentjet.errors import (
     CheckpointError,
     ComputeError,
@@ -41,11 +41,11 @@ from agentjet.errors import (
     WorkerDied,
     WorkerHung,
 )
-from agentjet.processes.rpc import Message, Peer
+from agentjet.processes.rpc import Message, Peer, ProcessRequest
 from agentjet.timeline.batch import TrainingBatch
 from agentjet.timeline.forest import EVERYTHING, Forest, build_forest, call_row
 from agentjet.types import Op, PolicyId, SamplingParams
-from tests.compute.conftest import pid_of, tokens
+from tests.compute.conftest import model_config, pid_of, tokens
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -195,6 +195,31 @@ def test_verbs_refusals_and_idempotent_learning(
         assert compute.processes(POLICY) == []
 
     asyncio.run(scenario())
+
+
+def test_a_stream_has_the_tokens_of_a_plain_completion_in_pieces_of_equal_times(tiny_folder: Path) -> None:
+    sent: list[Any] = []
+    rank = Rank(sent.append)
+    rank.handle("add", POLICY, model_config(tiny_folder), SamplerConfig(cache_tokens=4096, max_concurrent=8))
+    rank.policies[POLICY].policy.end_tokens = frozenset()
+    seconds = {1: None, 2: 1e9, 3: 1e-9}
+    for id, pace in seconds.items():
+        params = SamplingParams(max_tokens=12, seed=5, piece_tokens=8, stream_seconds=pace)
+        rank.answer(ProcessRequest("sample", id, POLICY, (id, tokens(1, 9), params)))
+    for _ in range(12):
+        rank.sample_step()
+    pieces = {id: [piece for message in sent for to, piece in message if to == id] for id in seconds}
+    assert {id: [len(piece.tokens) for piece in of_id] for id, of_id in pieces.items()} == {
+        1: [8, 4],
+        2: [1, 8, 3],
+        3: [1] * 12,
+    }
+    answers = [
+        [(piece.tokens[i], piece.logprobs[i]) for piece in of_id for i in range(len(piece.tokens))]
+        for of_id in pieces.values()
+    ]
+    assert answers[0] == answers[1] == answers[2]
+    assert [piece.finish_reason for piece in pieces[2]] == [None, None, "length"]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The gate: calls that are refused, or wait while it drains.
+"""The gate: calls that are refused, or wait while it drains. The pace of streams.
 
 Held calls: `tests/server/test_training.py`; cancelled ones: `tests/server/test_dialects.py`.
 """
@@ -10,7 +10,7 @@ import asyncio
 import pytest
 
 from agentjet.errors import Later, Unavailable
-from agentjet.front.concurrency import Broadcast, Gate
+from agentjet.front.concurrency import Broadcast, Gate, StreamPace
 from tests.fakes import Clock
 
 pytestmark = pytest.mark.anyio
@@ -85,3 +85,15 @@ async def test_a_broadcast_wakes_everybody_and_a_timeout_is_no_error() -> None:
     changed.notify()
     await asyncio.gather(*tasks)
     assert await changed.until(lambda: False, timeout=0.001) is False
+
+
+@pytest.mark.parametrize(
+    ("passed", "used", "pace"),
+    [(0.9, 0.9, 0.05), (2.0, 0.0, 0.05), (2.0, 1.0, 0.15), (2.0, 2.0, 0.25), (1.0, 1.9, 0.25)],
+)
+def test_the_events_of_streams_come_slower_from_a_busy_process(passed: float, used: float, pace: float) -> None:
+    cpu, clock = Clock(), Clock()
+    given = StreamPace(cpu=cpu, monotonic=clock)
+    cpu.advance(used)
+    clock.advance(passed)
+    assert given.seconds() == given.seconds() == pytest.approx(pace)

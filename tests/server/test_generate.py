@@ -148,15 +148,16 @@ async def test_stop_tokens_and_stop_strings(tmp_path: Path, stream: bool) -> Non
         for more, end in (({"stop_token_ids": [stop, END]}, 6), ({"stop": ["END"]}, len(ids("one; two END")))):
             answer = await GENERATE.ask(served, episode, stream=stream, logprobs=1, max_tokens=64, **more)
             assert answer.raw.ids == ids("one; two END three")[:end] and answer.end == "stop"
-            assert not served.run.compute.asked[-1].finished, "the rest is not sampled"
+            asked = served.run.compute.asked[-1]
+            assert not asked.finished and asked.params.stream_seconds, "the rest is not sampled"
             call = calls_of(served, episode)[-1]
             assert list(call.completion) == answer.raw.ids and call.finish_reason == "stop"
             assert [entry["logprob"] for entry in answer.raw.logprobs] == list(call.logprobs)
             assert [entry["token"] for entry in answer.raw.logprobs] == [f"token_id:{one}" for one in answer.raw.ids]
         own_end = await GENERATE.ask(served, episode, stream=stream, max_tokens=64, stop_token_ids=[END])
         assert own_end.raw.ids[-1] == END and own_end.raw.logprobs == []
-        if not stream:
-            assert served.run.compute.asked[-1].params.piece_tokens > 1, "the sampler knows its end tokens"
+        pace = served.run.compute.asked[-1].params.stream_seconds
+        assert (pace is not None) == stream, "the sampler knows its end tokens"
 
 
 async def test_the_prompt_comes_back_on_request_and_choices_are_apart(tmp_path: Path) -> None:

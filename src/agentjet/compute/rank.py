@@ -301,10 +301,12 @@ def write_weights(policy: Policy, weights: dict[str, torch.Tensor], path: Path) 
 
 @dataclass(slots=True)
 class _Piece:
-    """Sampled tokens of a completion that are not sent yet. A piece is sent when it has `size` tokens."""
+    """Sampled tokens of a completion that are not sent yet."""
 
     hosted: PolicyHost
-    size: int
+    params: SamplingParams
+    sent_at: float = -1.0
+    """Time of the piece before; -1 if this is the first."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     support: dict[int, bytes] = field(default_factory=dict)
@@ -513,7 +515,7 @@ class Rank:
         self, hosted: PolicyHost, id: int, tokens: np.ndarray, params: SamplingParams, guide: Guide | None
     ) -> None:
         _sampler_of(hosted).submit(id, tokens, params, hosted.policy, guide)
-        self._pieces[id] = _Piece(hosted, params.piece_tokens, num_routed=params.routes_from or 0)
+        self._pieces[id] = _Piece(hosted, params, num_routed=params.routes_from or 0)
 
     def _cancel(self, policy: PolicyId, id: int) -> None:
         """Drop a completion, unless it has ended."""
@@ -527,12 +529,14 @@ class Rank:
 
     def sample_step(self) -> None:
         complete: dict[int, FinishReason | None] = {}
-        for new in [sampler.step() for sampler in self._samplers()]:
+        stepped = [sampler.step() for sampler in self._samplers()]
+        now = time.monotonic()
+        for new in stepped:
             for id, token, logprob in zip(new.ids, new.tokens, new.logprobs, strict=True):
                 piece = self._pieces[id]
                 piece.tokens.append(token)
                 piece.logprobs.append(logprob)
-                if len(piece.tokens) >= piece.size:
+                if piece.params.is_due(len(piece.tokens), piece.sent_at, now):
                     complete[id] = None
             for at, members in enumerate(new.support or ()):
                 if members != EVERYTHING:
@@ -559,6 +563,7 @@ class Rank:
         for id, reason in complete.items():
             if reason is None:
                 self._pieces[id].clear()
+                self._pieces[id].sent_at = time.monotonic()
             else:
                 del self._pieces[id]
 

@@ -48,7 +48,7 @@ from agentjet.errors import (
     Unavailable,
     WorkerDied,
 )
-from agentjet.front.concurrency import Gate, GroupCommit, offload
+from agentjet.front.concurrency import Gate, GroupCommit, StreamPace, offload
 from agentjet.front.prompts import AnswerDelta, CompletionParser, Prompt, TokenLogprob, num_characters, prepare_prompt
 from agentjet.rendering import Renderer
 from agentjet.rendering.grammar import GrammarTrials
@@ -71,7 +71,7 @@ TOKEN_BYTES = 4
 """Bytes of a token's text, about: a call of 16,000 new tokens is encoded in a thread."""
 MAX_CHOICES = 64
 PIECE_TOKENS = 64
-"""Tokens that the worker sends at a time if the request neither streams nor has stop strings."""
+"""Most tokens that a sampler sends at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +91,8 @@ class CallRequest:
     choices: int = 1
     stream: bool = False
     """True if text is sent while it is sampled. Else only the last chunk of each choice is sent."""
+    shows_tokens: bool = False
+    """True if chunks have their tokens."""
     num_bytes: int = 0
     """Size of the HTTP body."""
     id: str = ""
@@ -141,7 +143,7 @@ class ScoredToken:
 class CallChunk:
     """A piece of one choice. The last chunk of a choice has its `call`.
 
-    The sum of all deltas is the answer. The same holds for `tokens`.
+    The sum of all deltas is the answer. The same holds for `tokens`, if the request asks for them.
     """
 
     index: int
@@ -261,6 +263,7 @@ class Calls:
     clock: Callable[[], float] = time.time
 
     def __post_init__(self) -> None:
+        self.pace = StreamPace()
         self.began = self.clock()
         self.swarm = self.commits.swarm
         self.episodes: Episodes = self.swarm
@@ -488,8 +491,12 @@ class ActiveCall:
                 param="chat_template_kwargs",
             )
         renderer.check_ids(request.stop_ids, "sampling_params.stop_token_ids")
-        if not set(request.stop_ids) <= set(renderer.model.end_tokens):  # The sampler ends with the others by itself.
-            params = replace(params, piece_tokens=1)
+        pace = self._calls.pace
+        if request.stream:
+            params = replace(params, stream_seconds=pace.seconds())
+        elif request.stop or not set(request.stop_ids) <= set(renderer.model.end_tokens):
+            # The sampler ends with end tokens by itself. What it samples behind the others is of no use.
+            params = replace(params, stream_seconds=pace.FASTEST)
         is_new_role = not self._tree.calls and episode.num_calls
         for conversation in request.conversations:
             prompt = await self._calls.prompt(renderer, episode.id, self.role, request, conversation)
@@ -633,7 +640,10 @@ class ActiveChoice:
                     if call.request.stream:
                         delta = parser.delta()
                         if delta.parts:
-                            yield CallChunk(self._index, delta, parser.new_tokens(), num_prompt_tokens=len(prompt))
+                            yield CallChunk(self._index, delta, self._new_tokens(), num_prompt_tokens=len(prompt))
+
+    def _new_tokens(self) -> tuple[TokenLogprob, ...]:
+        return self._parser.new_tokens() if self._call.request.shows_tokens else ()
 
     async def score(self, compute: Sampler) -> tuple[ScoredToken, ...]:
         """Returns the scores of prompt and completion if the request asks for them."""
@@ -698,7 +708,7 @@ class ActiveChoice:
             completion_tokens=len(completion),
             finish_reason=record.finish_reason,
         )
-        num_tokens, tokens = len(prompt.tokens), parser.new_tokens()
+        num_tokens, tokens = len(prompt.tokens), self._new_tokens()
         return CallChunk(self._index, delta, tokens, record, num_tokens, parser.stopped_by, scores)
 
 
@@ -786,7 +796,7 @@ def sampling_params(request: CallRequest, job: JobConfig, episode: EpisodeRecord
         temperature=temperature,
         top_p=request.top_p,
         top_k=request.top_k,
-        piece_tokens=1 if request.stream or request.stop else PIECE_TOKENS,
+        piece_tokens=PIECE_TOKENS,
     )
 
 

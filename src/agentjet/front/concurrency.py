@@ -153,6 +153,31 @@ class Gate:
                 self._changed.notify()
 
 
+class StreamPace:
+    """Seconds between two events of a stream, by the CPU time that this process used in the last second or more.
+
+    They rise evenly from `FASTEST` for an idle process to `SLOWEST` for one that used a whole core.
+    """
+
+    FASTEST, SLOWEST = 0.05, 0.25
+
+    def __init__(
+        self, *, cpu: Callable[[], float] = time.process_time, monotonic: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._clocks = cpu, monotonic
+        self._cpu, self._since = cpu(), monotonic()
+        self._seconds = self.FASTEST
+
+    def seconds(self) -> float:
+        """Returns the pace of a stream that begins now. It keeps that."""
+        cpu, now = (clock() for clock in self._clocks)
+        if now - self._since >= 1:
+            share = (cpu - self._cpu) / (now - self._since)
+            self._seconds = self.FASTEST + (self.SLOWEST - self.FASTEST) * min(1.0, share)
+            self._cpu, self._since = cpu, now
+        return self._seconds
+
+
 class GroupCommit:
     """Commits all changes of one turn of the event loop together and waits for the disk once, in a thread.
 

@@ -10,6 +10,7 @@ import hashlib
 import logging
 import time
 import uuid
+from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import replace
@@ -33,7 +34,6 @@ from agentjet.front.dialects.dialect import (
     Dialect,
     Encoder,
     ErrorShape,
-    Payload,
     RequestT,
     sse,
 )
@@ -43,6 +43,7 @@ from agentjet.front.http import (
     KEY_PATH,
     ClientGone,
     GuardedRoute,
+    Handler,
     calls_of,
     count_refusal,
     internal_error,
@@ -79,7 +80,23 @@ def answers_of(dialect: Dialect[Any]) -> Documentation:
     return {200: good, **errors_of(dialect.errors)}
 
 
+class CallRoute(GuardedRoute):
+    """A route that answers calls. Its endpoint takes the body, the request and the calls of the run."""
+
+    def handler(self) -> Handler:
+        of_fastapi = super().handler()
+
+        async def handle(request: Request) -> Response:
+            if (body := getattr(request, "_json", None)) is None:  # FastAPI describes what is wrong with it.
+                return await of_fastapi(request)
+            response: Response = await self.endpoint(body, request, calls_of(request))
+            return response
+
+        return handle
+
+
 routes = APIRouter(tags=["inference"], route_class=GuardedRoute)
+calls_routes = APIRouter(tags=["inference"], route_class=CallRoute)
 
 
 def _add_route(dialect: Dialect[Any]) -> None:
@@ -88,13 +105,14 @@ def _add_route(dialect: Dialect[Any]) -> None:
         return await respond(dialect, body, request, calls)
 
     answer.__annotations__["body"] = dialect.request
-    routes.add_api_route(
+    calls_routes.add_api_route(
         dialect.path, answer, methods=["POST"], dependencies=EPISODE_KEY, responses=answers_of(dialect)
     )
 
 
 for _dialect in DIALECTS:
     _add_route(_dialect)
+routes.include_router(calls_routes)
 
 
 @routes.post(f"{MESSAGES.path}/count_tokens", dependencies=EPISODE_KEY, responses=errors_of(MESSAGES.errors))
@@ -160,17 +178,16 @@ async def respond(dialect: Dialect[RequestT], body: RequestT, request: Request, 
     chunks = calls.answer(episode_id, role, call)
     choices = call.choices * (1 + len(call.others))
     encoder = dialect.encoder(body, head)
-    events = _events(chunks, choices, encoder)
     if not call.stream:
         async with aclosing(chunks):
-            await until_disconnect(request, _exhaust(events))
+            await until_disconnect(request, _collect(chunks, choices, encoder))
             if not await _mark_delivered(request, chunks):
                 raise ClientGone
             return Response(to_json(encoder.answer()), media_type="application/json")
-    # Waits for the first event, because errors of the request can only set the status before the stream starts.
-    first = await until_disconnect(request, anext(events))
+    # Waits for the first chunk, because errors of the request can only set the status before the stream starts.
+    first = await until_disconnect(request, anext(chunks))
     return StreamingResponse(
-        _stream(request, chunks, first, events, dialect, encoder),
+        _stream(request, chunks, first, choices, dialect, encoder),
         media_type="text/event-stream",
         headers={"Cache-Control": "no-store"},
     )
@@ -190,18 +207,12 @@ def _to_call(decode: Callable[[], CallRequest], content: bytes, headers: Headers
     )
 
 
-async def _events(chunks: AsyncGenerator[CallChunk], choices: int, encoder: Encoder[Any]) -> AsyncGenerator[Payload]:
-    """Yields the events up to the end of the last choice. `_mark_delivered` reads the chunks further."""
+async def _collect(chunks: AsyncGenerator[CallChunk], choices: int, encoder: Encoder[Any]) -> None:
+    """Encodes the chunks up to the end of the last choice. `_mark_delivered` reads the chunks further."""
     while choices:
         chunk = await anext(chunks)
         choices -= chunk.call is not None
-        for event in encoder.encode(chunk):
-            yield event
-
-
-async def _exhaust(events: AsyncGenerator[Payload]) -> None:
-    async for _ in events:
-        pass
+        deque(encoder.encode(chunk), maxlen=0)
 
 
 async def _mark_delivered(request: Request, chunks: AsyncGenerator[CallChunk]) -> bool:
@@ -219,29 +230,27 @@ async def _mark_delivered(request: Request, chunks: AsyncGenerator[CallChunk]) -
 async def _stream(
     request: Request,
     chunks: AsyncGenerator[CallChunk],
-    first: Payload,
-    events: AsyncGenerator[Payload],
+    chunk: CallChunk,
+    choices: int,
     dialect: Dialect[Any],
     encoder: Encoder[Any],
 ) -> AsyncGenerator[str]:
-    """Yields the events as text and closes the call at the end. An error becomes the last event."""
-    num_sent = 0
-    async with aclosing(chunks), aclosing(events):
+    """Yields the events of the first `chunk` and of the others, and closes the call at the end. An error becomes the
+    last event.
+    """
+    async with aclosing(chunks):
         try:
-            yield sse(first)
-            num_sent = 1
-            async for event in events:
-                yield sse(event)
-                num_sent += 1
-            for text in encoder.finish():
-                yield text
+            while choices := choices - (chunk.call is not None):
+                yield encoder.stream(chunk)
+                chunk = await anext(chunks)
+            yield encoder.stream(chunk) + encoder.finish()
             await _mark_delivered(request, chunks)
         except Exception as error:  # The boundary of a stream whose status is already sent.
             if not isinstance(error, RequestError):
                 log.error("a stream failed", exc_info=error)
                 error = internal_error()
             await count_refusal(request, error)
-            yield sse(dialect.errors.event(dialect.errors.body(error), num_sent))
+            yield sse(dialect.errors.event(dialect.errors.body(error), encoder.num_events))
 
 
 def _model(name: str, calls: Calls) -> dict[str, Any]:

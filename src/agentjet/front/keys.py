@@ -26,6 +26,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -190,16 +191,19 @@ class Keys:
 
         Raises `Unauthorized`, or `Forbidden` for one of the server's tokens.
         """
-        if self.bearer(key) is not None:
-            raise Forbidden(
-                "This is a token of the server. Model requests need the api_key of an episode.",
-                code="episode_key_needed",
-            )
-        if not key:
-            raise Unauthorized(
-                "The key is missing: send `Authorization: Bearer <api_key of the episode>`.", code="key_missing"
-            )
-        episode_id, begun = self._opened(key)
+        try:
+            episode_id, begun = self._opened(key)
+        except Unauthorized:
+            if self.bearer(key) is not None:
+                raise Forbidden(
+                    "This is a token of the server. Model requests need the api_key of an episode.",
+                    code="episode_key_needed",
+                ) from None
+            if not key:
+                raise Unauthorized(
+                    "The key is missing: send `Authorization: Bearer <api_key of the episode>`.", code="key_missing"
+                ) from None
+            raise
         if self.clock() >= begun + max_age:
             raise Unauthorized(f"The key of episode {episode_id} has expired.", code="key_expired")
         return episode_id
@@ -268,18 +272,28 @@ class Keys:
         """Returns the signed content of a key. Raises `ValueError` if it was not signed here, or not in this text."""
         if not key.startswith(prefix) or len(key) > MAX_KEY_LENGTH:
             raise ValueError(key)
-        signer = self._signer(kind)
-        try:
-            content = signer.loads(key.removeprefix(prefix))
-        except BadSignature as error:
-            raise ValueError(key) from error
-        # Several Base64 texts decode to the same bytes; only the issued one is valid.
-        if prefix + str(signer.dumps(content)) != key:
-            raise ValueError(key)
-        return content
+        return _content(key.removeprefix(prefix), _present(self._secrets["keys"]), kind)
 
     def _signer(self, kind: Literal["episode", "session"] = "episode") -> URLSafeSerializer:
-        return URLSafeSerializer(_present(self._secrets["keys"]), salt=f"agentjet-{kind}-key")
+        return _signer(_present(self._secrets["keys"]), kind)
+
+
+def _signer(secret: str, kind: Literal["episode", "session"]) -> URLSafeSerializer:
+    return URLSafeSerializer(secret, salt=f"agentjet-{kind}-key")
+
+
+@lru_cache(4096)  # An agent sends its key with each call. Errors are not kept.
+def _content(signed: str, secret: str, kind: Literal["episode", "session"]) -> tuple[Any, ...]:
+    """Returns the signed content. Raises `ValueError` if it was not signed with this secret, or not in this text."""
+    signer = _signer(secret, kind)
+    try:
+        content = signer.loads(signed)
+    except BadSignature as error:
+        raise ValueError(signed) from error
+    # Several Base64 texts decode to the same bytes; only the issued one is valid.
+    if str(signer.dumps(content)) != signed:
+        raise ValueError(signed)
+    return tuple(content)
 
 
 def _present(secret: Secret) -> str:

@@ -276,8 +276,7 @@ def _answered_prefix(
 # ---- completions -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
+class TokenLogprob(NamedTuple):
     """A sampled token for display. `utf8` is exact; `text` may hold a replacement character."""
 
     id: int
@@ -348,13 +347,17 @@ class CompletionParser:
         self._worker_reason = sampled.finish_reason
         if sampled.routes:
             self.routes.append(sampled.routes)
-        sets = sampled.support or (EVERYTHING,) * len(sampled.tokens)
-        for token, logprob, support in zip(sampled.tokens, sampled.logprobs, sets, strict=True):
-            self.tokens.append(token)
-            self.logprobs.append(logprob)
-            self.support.append(support)
-            self.versions.append(sampled.policy_version)
-            if self._grow(self._stream.push([token])) or self.stopped:
+        count = len(sampled.tokens)
+        assert len(sampled.logprobs) == count and len(sampled.support) in (0, count), "each token has its facts"
+        step = 1 if self._stop or self._stop_ids else max(1, count)
+        for start in range(0, count, step):
+            part = slice(start, start + step)
+            tokens = sampled.tokens[part]
+            self.tokens += tokens
+            self.logprobs += sampled.logprobs[part]
+            self.support += sampled.support[part] or (EVERYTHING,) * len(tokens)
+            self.versions += (sampled.policy_version,) * len(tokens)
+            if self._grow(self._stream.push(tokens)) or self.stopped:
                 return
 
     def delta(self) -> AnswerDelta:
@@ -398,8 +401,10 @@ class CompletionParser:
         """Appends text and cuts it before the first stop string. Returns True if there is one."""
         if not text:
             return False
-        longest = max(map(len, self._stop), default=1)
-        start = max(0, len(self._text) - longest + 1)
+        if not self._stop:
+            self._text += text
+            return self.stopped
+        start = max(0, len(self._text) - max(map(len, self._stop)) + 1)
         self._text += text
         found = [(at, stop) for stop in self._stop if (at := self._text.find(stop, start)) >= 0]
         if found:

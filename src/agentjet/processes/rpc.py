@@ -31,10 +31,11 @@ import sys
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol, Self
+from typing import Any, BinaryIO, Generic, NamedTuple, Protocol, Self, TypeVar
 
 import psutil
 
@@ -179,13 +180,40 @@ def requests(stream: BinaryIO) -> Iterator[ProcessRequest]:
 # ---- the server's end ------------------------------------------------------------------------------------------------
 
 
+Item = TypeVar("Item")
+
+
+class Mailbox(Generic[Item]):
+    """An unbounded queue with one reader, for the pieces of completions. `asyncio.Queue` takes three times as long."""
+
+    def __init__(self) -> None:
+        self._items: deque[Item] = deque()
+        self._arrival: asyncio.Future[None] | None = None
+        """Done when an item arrives; None unless the reader waits."""
+
+    def put(self, item: Item) -> None:
+        self._items.append(item)
+        if self._arrival is not None and not self._arrival.done():
+            self._arrival.set_result(None)
+
+    async def get(self) -> Item:
+        """Returns the oldest item, and waits for one."""
+        while not self._items:
+            self._arrival = asyncio.get_running_loop().create_future()
+            try:
+                await self._arrival
+            finally:
+                self._arrival = None
+        return self._items.popleft()
+
+
 @dataclass(frozen=True, slots=True)
 class Pending:
     """A request without its last answer. It stays until that comes, also if the caller of `ask` was cancelled."""
 
     op: str
     policy: PolicyId | None
-    answers: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
+    answers: Mailbox[Any] = field(default_factory=Mailbox)
 
     async def next(self) -> Any:
         """Returns the next answer, or raises it."""
@@ -342,7 +370,7 @@ class Peer:
         if isinstance(message, list):
             for id, piece in message:
                 if (pending := self._pending.get(id)) is not None:
-                    pending.answers.put_nowait(piece)
+                    pending.answers.put(piece)
                     if piece.finish_reason is not None:
                         del self._pending[id]
             return
@@ -355,7 +383,7 @@ class Peer:
             self.fatal = message.error
         else:
             del self._pending[message.id]
-        pending.answers.put_nowait(message.result if message.error is None else message.error)
+        pending.answers.put(message.result if message.error is None else message.error)
 
     def _finish(self, reason: WorkerDied) -> None:
         """Fail all pending and later requests with the reason. Idempotent."""
@@ -364,7 +392,7 @@ class Peer:
             return
         self._end, self.work, self.unanswered = reason, None, tuple(self._pending.values())
         for pending in self.unanswered:
-            pending.answers.put_nowait(copy.copy(reason))
+            pending.answers.put(copy.copy(reason))
         self._pending.clear()
 
     def _write(self, message: bytes) -> None:

@@ -357,7 +357,7 @@ class Renderer:
 
     def text(self, token_ids: Sequence[int]) -> str:
         """Returns text without special tokens, except those in `MARKERS`; replaces incomplete characters."""
-        return b"".join(map(self._vocabulary.displayed_bytes, token_ids)).decode(errors="replace")
+        return self._vocabulary.displayed(token_ids).decode(errors="replace")
 
     @property
     def control_tokens(self) -> dict[int, str]:

@@ -148,8 +148,8 @@ class Vocabulary:
 
     def pieces(self, token_ids: Sequence[int]) -> list[bytes]:
         """Returns the `piece` of each token."""
-        known, escaped = self._bytes, self._escaped
-        return [known[i] if i in known and i not in escaped else self.piece(i) for i in token_ids]
+        known, escaped = self._bytes.get, self._escaped
+        return [self.piece(i) if i in escaped else known(i) or self.piece(i) for i in token_ids]
 
     def piece(self, token_id: int) -> bytes:
         """Returns the encoded text of a token. Ids unknown to the tokenizer (padding of the embedding) are escapes."""
@@ -165,6 +165,11 @@ class Vocabulary:
             return raw
         control = self.control.get(token_id)
         return control.literal.encode() if control and (literals or not control.hidden) else b""
+
+    def displayed(self, token_ids: Sequence[int]) -> bytes:
+        """Returns the displayed bytes of tokens."""
+        known = self._bytes.get
+        return b"".join([known(i) or self.displayed_bytes(i) for i in token_ids])
 
     def show(self, encoded: bytes) -> str:
         """Returns encoded text for display: control tokens by name, incomplete characters replaced."""
@@ -335,7 +340,7 @@ class TextStream:
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Returns the text that these tokens complete."""
-        return self._decoder.decode(b"".join(map(self._vocabulary.displayed_bytes, token_ids)))
+        return self._decoder.decode(self._vocabulary.displayed(token_ids))
 
     def flush(self) -> str:
         """Returns a replacement character if the last character is incomplete, else ""."""

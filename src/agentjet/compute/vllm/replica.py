@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 LLGUIDANCE = 1, 9
 """Lowest version of the library that follows grammars. vLLM itself installs a lower one."""
-PIECE_SECONDS = 0.25
+PIECE_SECONDS = 1.0
 """Age of its first token at which a piece is sent. Pieces are signs of work; tokens not sent end with the replica."""
 _UNANSWERED = ("sample", "cancel")
 """Requests about one completion. Its tokens are the answer."""
@@ -62,6 +62,8 @@ class Completion:
     num_sampled: int = 0
     since: float = 0.0
     """Time of the first token that is not sent yet."""
+    sent_at: float = -1.0
+    """Time of the last piece; -1 before the first."""
     task: asyncio.Task[None] | None = None
 
     def add(self, delta: Delta) -> None:
@@ -78,7 +80,8 @@ class Completion:
 
     def is_due(self) -> bool:
         """Returns whether a piece must be sent."""
-        return len(self.tokens) >= self.params.piece_tokens or time.monotonic() - self.since >= PIECE_SECONDS
+        now = time.monotonic()
+        return self.params.is_due(len(self.tokens), self.sent_at, now) or now - self.since >= PIECE_SECONDS
 
     def finish_reason(self) -> FinishReason | None:
         """Returns why the completion ends with its last token; None if it goes on."""
@@ -89,7 +92,7 @@ class Completion:
     def pieces(self, reason: FinishReason | None) -> Iterator[Sampled]:
         """Yields the tokens that are not sent yet, in pieces of one version and at most `params.piece_tokens`."""
         size, count = self.params.piece_tokens, len(self.tokens)
-        start = 0
+        start, self.sent_at = 0, time.monotonic()
         while start < count:
             version = self.versions[start]
             stop = next((i for i in range(start, count) if self.versions[i] != version), count)

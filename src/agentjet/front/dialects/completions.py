@@ -47,6 +47,7 @@ from agentjet.front.dialects.dialect import (
     ToolName,
     call_of,
     check_choice,
+    event_json,
     function_tool,
     named_function,
     noted,
@@ -114,6 +115,8 @@ class ChoicesEncoder(Encoder[BodyT]):
         super().__init__(body, head)
         self._with_usage = body.stream_options is not None and body.stream_options.include_usage
         self._event = self._head(self.event_kind) | ({"usage": None} if self._with_usage else {})
+        self._constant = ""
+        """The part that all events share, as JSON; empty if it must be encoded again."""
         self._ended: dict[int, tuple[CallChunk, Payload]] = {}
 
     def part(self, chunk: CallChunk) -> Payload:
@@ -125,16 +128,27 @@ class ChoicesEncoder(Encoder[BodyT]):
         return part
 
     def encode(self, chunk: CallChunk) -> Iterator[Payload]:
+        part = self._next_part(chunk)
+        yield {**self._event, "choices": [part]}
+
+    def stream(self, chunk: CallChunk) -> str:
+        part = self._next_part(chunk)
+        self.num_events += 1
+        if not self._constant:
+            self._constant = event_json(self._event)[:-1]
+        return f'data: {self._constant}, "choices": [{event_json(part)}]}}\n\n'
+
+    def _next_part(self, chunk: CallChunk) -> Payload:
         part = self.part(chunk)
         if chunk.call is not None:
             self._ended[chunk.index] = chunk, part
             self._event["system_fingerprint"] = self._fingerprint(chunk)
-        yield {**self._event, "choices": [part]}
+            self._constant = ""
+        return part
 
-    def finish(self) -> Iterator[str]:
-        if self._with_usage:
-            yield sse({**self._event, "choices": [], "usage": self._usage()})
-        yield "data: [DONE]\n\n"
+    def finish(self) -> str:
+        usage = sse({**self._event, "choices": [], "usage": self._usage()}) if self._with_usage else ""
+        return usage + "data: [DONE]\n\n"
 
     def answer(self) -> Payload:
         in_order = [self._ended[index] for index in sorted(self._ended)]
@@ -213,6 +227,7 @@ def translate_text(body: CompletionBody, _: CallLookup) -> CallRequest:
         sampling_request(body, Conversation((), prompt=first), body.max_tokens),
         others=tuple(Conversation((), prompt=prompt) for prompt in others),
         num_likeliest=(body.logprobs or 0) if scored else None,
+        shows_tokens=body.logprobs is not None,
     )
 
 
@@ -419,7 +434,12 @@ def translate_chat(body: ChatBody, _: CallLookup) -> CallRequest:
         tuple(function_tool(function.name, function.description, function.parameters) for function in functions),
     )
     request = sampling_request(body, conversation, body.max_completion_tokens or body.max_tokens)
-    return replace(request, constraint=_constraint(body, functions), template_kwargs=body.chat_template_kwargs or {})
+    return replace(
+        request,
+        constraint=_constraint(body, functions),
+        template_kwargs=body.chat_template_kwargs or {},
+        shows_tokens=bool(body.logprobs),
+    )
 
 
 def _message(body: MessageBody) -> Message:
@@ -466,14 +486,14 @@ class ChatEncoder(ChoicesEncoder[ChatBody]):
         if chunk.index not in self._num_calls:
             self._num_calls[chunk.index] = 0
             delta |= {"role": "assistant", "content": ""}
-        if new.reasoning:
-            delta["reasoning_content"] = new.reasoning
-        if new.text:
-            delta["content"] = new.text
-        if new.calls:
+        if reasoning := new.reasoning:
+            delta["reasoning_content"] = reasoning
+        if text := new.text:
+            delta["content"] = text
+        if calls := new.calls:
             start = self._num_calls[chunk.index]
-            delta["tool_calls"] = [{**_shown(one), "index": i} for i, one in enumerate(new.calls, start)]
-            self._num_calls[chunk.index] += len(new.calls)
+            delta["tool_calls"] = [{**_shown(one), "index": i} for i, one in enumerate(calls, start)]
+            self._num_calls[chunk.index] += len(calls)
         logprobs = _logprobs(chunk) if self.body.logprobs and chunk.tokens else None
         reason = None if call is None else call.finish_reason
         return {"index": chunk.index, "delta": delta, "finish_reason": reason, "logprobs": logprobs}

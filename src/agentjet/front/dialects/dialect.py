@@ -19,7 +19,7 @@ Sections: bodies; treatment of keys; parts of a message; tools and constraints; 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
@@ -357,10 +357,14 @@ OPENAI_ERRORS = ErrorShape(OpenAIError, openai_error)
 Payload = dict[str, Any]
 
 
+event_json = json.JSONEncoder(ensure_ascii=False).encode
+"""Returns the JSON text of a part of an event."""
+
+
 def sse(payload: Payload) -> str:
     """Returns one server-sent event, which has the name of its type, if it has one."""
     name = f"event: {payload['type']}\n" if "type" in payload else ""
-    return f"{name}data: {json.dumps(payload, ensure_ascii=False)}\n\n"
+    return f"{name}data: {event_json(payload)}\n\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -392,13 +396,21 @@ class Encoder(Generic[RequestT]):
     def __init__(self, body: RequestT, head: AnswerHead) -> None:
         self.body = body
         self.head = head
+        self.num_events = 0
+        """Events that `stream` returned."""
 
     def encode(self, chunk: CallChunk) -> Iterator[Payload]:
         raise NotImplementedError
 
-    def finish(self) -> Iterable[str]:
+    def stream(self, chunk: CallChunk) -> str:
+        """Returns the events of a chunk as a stream has them."""
+        events = [sse(event) for event in self.encode(chunk)]
+        self.num_events += len(events)
+        return "".join(events)
+
+    def finish(self) -> str:
         """Returns the text that ends a stream."""
-        return ()
+        return ""
 
     def answer(self) -> Payload:
         """Returns the whole answer, once all chunks were encoded."""

@@ -529,21 +529,30 @@ class ResponseEncoder(Encoder[ResponsesBody]):
         if event.call is not None:
             yield from self._call(index, event.call)
             return
+        if event.kind == "add":
+            if event.text:
+                yield self._delta(event)
+            return
         item = self._text_item(event, "in_progress" if event.kind == "open" else status)
         [part] = item["content"]
         place = {"item_id": item["id"], "output_index": index, "content_index": 0}
         if event.kind == "open":
             yield self._event("output_item.added", output_index=index, item={**item, "content": []})
             yield self._event("content_part.added", **place, part=part)
-        elif event.kind == "add" and event.text:
-            more: Payload = {"logprobs": []} if event.block == "text" else {}
-            yield self._event(f"{part['type']}.delta", **place, delta=event.text, **more)
-        elif event.kind == "close":
+        else:
             self._output.append(item)
             shown = {key: part[key] for key in ("text", "logprobs") if key in part}
             yield self._event(f"{part['type']}.done", **place, **shown)
             yield self._event("content_part.done", **place, part=part)
             yield self._event("output_item.done", output_index=index, item=item)
+
+    def _delta(self, event: BlockEvent) -> Payload:
+        """Returns the event of new text."""
+        kind, is_text = PART_TYPES[event.block], event.block == "text"
+        id_ = self._id("msg", "message") if is_text else self._id("rs", "reasoning")
+        more: Payload = {"logprobs": []} if is_text else {}
+        place = {"item_id": id_, "output_index": event.index, "content_index": 0}
+        return self._event(f"{kind}.delta", **place, delta=event.text, **more)
 
     def _call(self, index: int, call: ToolCall) -> Iterator[Payload]:
         """Yields the events of a tool call. A call of a tool that was not offered is a function call."""
