@@ -119,7 +119,7 @@ def weights(folder: Path) -> bytes:
 
 def test_a_piece_has_a_set_for_each_token_or_none() -> None:
     hosted: Any = SimpleNamespace(policy=SimpleNamespace(info=SimpleNamespace(routes=None)), version=4)
-    piece = _Piece(hosted, 3, [1, 2, 3], [-1.0, -2.0, -3.0], {1: b"set"})
+    piece = _Piece(hosted, SamplingParams(3), tokens=[1, 2, 3], logprobs=[-1.0, -2.0, -3.0], support={1: b"set"})
     assert piece.sampled(None).support == (EVERYTHING, b"set", EVERYTHING)
     piece.clear()
     piece.tokens.append(5)
