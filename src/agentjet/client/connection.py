@@ -167,7 +167,7 @@ def queued_seconds(native_id: int) -> float:
 def agent_of(thread: int) -> str:
     """The agent whose own code a thread runs now: its function, file and line. Empty if it runs none."""
     for below, line in pairwise(thread_stack(thread)):
-        if line.function == "_call" and Path(line.file) == CLIENT / "rollout.py":
+        if line.function == "call_agent" and Path(line.file) == CLIENT / "rollout.py":
             is_own = CLIENT.parent in Path(below.file).parents  # Such as the start of a plain function's thread.
             return "" if is_own else f"the agent {below.function} ({below.file}:{below.line})"
     return ""
