@@ -336,6 +336,8 @@ NOTEBOOK = "notebook.sqlite"
 INBOX = "inbox"
 DECIDED = "all claims are decided"
 """Reason for the end of a topic without open claims."""
+AGAIN = "the subject again"
+"""Why the subject runs with a second seed."""
 HUMAN = ("note", "veto", "budget", "reopen")
 """Kinds of entries that people wrote."""
 DAY = 86400.0

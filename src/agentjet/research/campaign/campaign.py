@@ -50,7 +50,7 @@ from agentjet.research.campaign.strategist import (
 )
 from agentjet.research.campaign.subject_repo import SubjectRepo
 from agentjet.research.diagnosis import FAILED, PLAYS, toml_of
-from agentjet.research.journal import DECIDED, JournalEntry, Notebook, copied, proposer_of, stored, write_whole
+from agentjet.research.journal import AGAIN, DECIDED, JournalEntry, Notebook, copied, proposer_of, stored, write_whole
 from agentjet.research.models import (
     MEASURED,
     Arm,
@@ -260,7 +260,7 @@ class Campaign:
         """The first run of the subject, or a second one that shows a broken judge. Its score counts, too."""
         if broken(first.run) or self.runs.left() < 2 + self.question.study_cost:
             return first
-        [again] = self.runs.observe([first.commit], seed_of(self.question, -1), "the subject again", [first.entry])
+        [again] = self.runs.observe([first.commit], seed_of(self.question, -1), AGAIN, [first.entry])
         if again.run.score is not None:
             self.scores[first.commit] = [[again.run.score]]
         return again if broken(again.run) else first

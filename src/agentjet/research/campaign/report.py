@@ -14,7 +14,7 @@ from agentjet.errors import ConfigError
 from agentjet.research import report
 from agentjet.research.campaign.campaign import PROMISING
 from agentjet.research.campaign.strategist import WORTH
-from agentjet.research.journal import NOTEBOOK, JournalEntry, Notebook, StudyLog, described, proposer_of
+from agentjet.research.journal import AGAIN, NOTEBOOK, JournalEntry, Notebook, StudyLog, described, proposer_of
 from agentjet.research.models import Outcome, Study, Trial, refuse, shortened
 from agentjet.research.report import Facts, Launched, StudyView, number, trial_facts
 from agentjet.research.scheduler import amount
@@ -99,6 +99,7 @@ def gather(notebook: Notebook) -> Facts:
         "topic": question["topic"],
         "question": question,
         "rules": started.content.get("rules"),
+        "twice": any(entry.content["why"] == AGAIN for entry in observed),
         "asks": started.content["asks"],
         **chapters(notebook),
         "subject": {**subject(first.content["outcome"]), "commit": started.content["first"]},
