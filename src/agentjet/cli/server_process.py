@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from errno import EADDRNOTAVAIL
 from functools import partial
 from ipaddress import ip_address
@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import anyio.lowlevel
-import uvicorn
 
 from agentjet import __version__
 from agentjet.cli import LOOK_SECONDS, ProgressLine
@@ -33,9 +32,10 @@ from agentjet.compute.backend import ProcessCompute
 from agentjet.config import ServeConfig, ServerConfig, check_models, server_token
 from agentjet.errors import ConfigError, install_extra
 from agentjet.front.calls import Tracing
-from agentjet.front.http import check_certificate, listen, tune_python, uvicorn_config
+from agentjet.front.http import HttpServer, check_certificate, listen, tune_python, uvicorn_config
 from agentjet.front.keys import Keys
 from agentjet.server.app import create_app
+from agentjet.server.fronts import Fronts
 from agentjet.server.gateway import Gateway
 from agentjet.server.monitoring import LogFile, configure_handler, limit_process_logs
 from agentjet.server.runs import Runs
@@ -67,7 +67,11 @@ def run(config: ServeConfig, *, ends_with_input: bool = False) -> None:
             stack.callback(provider.shutdown)
             tracing.tracer = provider.get_tracer("agentjet", __version__)
         listener = stack.enter_context(contextlib.closing(_listen(config.server)))
-        is_served = asyncio.run(_serve(config, listener, tracing, ends_with_input))
+        fronts = [
+            stack.enter_context(contextlib.closing(_listen(config.server, front)))
+            for front in range(config.server.fronts)
+        ]
+        is_served = asyncio.run(_serve(config, listener, fronts, tracing, ends_with_input))
     if not is_served:
         raise SystemExit(2)
 
@@ -91,16 +95,23 @@ def steady_clock() -> Callable[[], float]:
     return lambda: offset + time.monotonic()
 
 
-async def _serve(config: ServeConfig, listener: socket.socket, tracing: Tracing, ends_with_input: bool) -> bool:
+async def _serve(
+    config: ServeConfig,
+    listener: socket.socket,
+    front_listeners: list[socket.socket],
+    tracing: Tracing,
+    ends_with_input: bool,
+) -> bool:
     """Returns False if the engine could not load the model; the log has the reason."""
     clock = steady_clock()
     compute = ProcessCompute(config)
-    runs = Runs(config, compute, clock=clock, tracing=tracing)
+    fronts = Fronts(config, compute, front_listeners, clock) if front_listeners else None
+    runs = Runs(config, compute, clock=clock, tracing=tracing, fronts=fronts)
     data_dir = config.server.data_dir.resolve()
     _log_to(data_dir / "logs")
     url = _url(listener, config.server)
     keys = Keys.open(data_dir, token=server_token(), clock=clock)
-    http = _Http(uvicorn_config(create_app(runs, keys), config.server))
+    http = HttpServer(uvicorn_config(create_app(runs, keys), config.server))
     stop = _stop_on_signals()
     await anyio.lowlevel.checkpoint()  # The first stream would import anyio's backend in the event loop: 20 ms.
     if ends_with_input:
@@ -228,14 +239,6 @@ def _of(gateway: Gateway) -> str:
     return "" if gateway.run == DEFAULT_RUN else f"{gateway.run}: "
 
 
-class _Http(uvicorn.Server):
-    """Does not handle signals: `_serve` stops the gateway first, then this server."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
 def _stop_on_signals() -> asyncio.Future[None]:
     """Done at the first SIGINT or SIGTERM. The second ends the process at once, and the worker with it."""
     loop = asyncio.get_running_loop()
@@ -251,16 +254,26 @@ def _stop_on_signals() -> asyncio.Future[None]:
     return stop
 
 
-def _listen(server: ServerConfig) -> socket.socket:
-    """The bound port. Raises `ConfigError` if it is in use, or the host is not an address of this machine."""
+def _listen(server: ServerConfig, front: int | None = None) -> socket.socket:
+    """The bound port of the server, or of a front.
+
+    Raises `ConfigError` if it is in use, or the host is not an address of this machine.
+    """
     host = "127.0.0.1" if server.host == "localhost" else server.host
+    port = server.port if front is None or not server.port else server.port + 1 + front
     try:
-        return listen(host, server.port)
+        return listen(host, port)
     except OSError as error:
         if error.errno == EADDRNOTAVAIL or (error.errno or 0) < 0:  # negative: from looking up the name
             raise ConfigError(
                 f"server.host = {host!r} is not an address of this machine: give 127.0.0.1, 0.0.0.0, or one that its "
                 "network has"
+            ) from None
+        if front is not None:
+            raise ConfigError(
+                f"the port {port} of front {front} on {host} is not available ({error.strerror or error}): fronts use "
+                f"the {server.fronts} ports after server.port = {server.port}; stop the program that listens there, or "
+                "choose another server.port"
             ) from None
         raise ConfigError(
             f"server.port = {server.port} on {host} is not available ({error.strerror or error}): stop the "

@@ -413,6 +413,12 @@ class ServerConfig(Section):
     """Address to bind. A non-loopback address needs `tls_cert` and `tls_key`, or `insecure`."""
     port: Int64 = Field(8400, ge=0, le=65535)
     """Port to bind. 0: any free port."""
+    fronts: Int64 = Field(0, ge=0, le=8)
+    """Number of processes that answer the agents' model calls, on the ports after `port`; 0: the server does. Each one
+    uses a core. Needs `compute.backend = "cluster"`."""
+    front_url: str = ""
+    """Base URL of a front as agents reach it, with `{front}` for its number from 0, such as
+    `https://agents.example/f{front}`. Empty: the server's host, as the client reaches it, and the port of the front."""
     data_dir: Path = Path("agentjet-data")
     """Folder for the journal, checkpoints, tokens and logs."""
     allowed_hosts: str = ""
@@ -460,6 +466,16 @@ class ServerConfig(Section):
                 "server.insecure = true (--insecure) for plain text, or use 127.0.0.1 and a tunnel"
             )
         return host
+
+    @field_validator("front_url")
+    @classmethod
+    def _front_url_has_a_number(cls, url: str) -> str:
+        if url and not (re.match(r"https?://[^/]", url) and url.count("{front}") == 1):
+            raise ValueError(
+                "not a URL with {front}, which stands for the number of the front: use one such as "
+                "'https://agents.example/f{front}'"
+            )
+        return url
 
     @field_validator("trace_endpoint")
     @classmethod
@@ -532,6 +548,18 @@ class ServeConfig(Section):
         for name in self.job.optimizers:
             if name not in self.policy_names:
                 raise ValueError(f"job.optimizers.{name}: {unknown_policy(name, self.policy_names)}")
+        return self
+
+    @model_validator(mode="after")
+    def _fronts_reach_samplers(self) -> Self:
+        if self.server.fronts and any(self.compute_of(name).backend == "embedded" for name in self.policy_names):
+            raise ValueError(
+                f"server.fronts = {self.server.fronts} needs samplers beside the learner: set compute.backend = "
+                "'cluster', or fronts to 0"
+            )
+        if self.server.fronts and 0 < self.server.port > 65535 - self.server.fronts:
+            message = f"server.port = {self.server.port} leaves no ports for {self.server.fronts} fronts: lower it"
+            raise ValueError(message)
         return self
 
     @model_validator(mode="after")

@@ -40,7 +40,6 @@ from agentjet.errors import (
     GrammarError,
     InvalidRequest,
     Later,
-    NotFound,
     OutOfCache,
     PolicyRemoved,
     RequestError,
@@ -53,6 +52,7 @@ from agentjet.front.prompts import AnswerDelta, CompletionParser, Prompt, TokenL
 from agentjet.rendering import Renderer
 from agentjet.rendering.grammar import GrammarTrials
 from agentjet.swarm import EpisodeRecord
+from agentjet.swarm.conversations import Conversations
 from agentjet.swarm.journal import encode_call, pack_sets
 from agentjet.timeline import ConversationTree
 from agentjet.timeline.routes import joined
@@ -257,7 +257,7 @@ class Calls:
     """Answers the calls of a run's live episodes."""
 
     policies: Policies
-    commits: GroupCommit
+    commits: GroupCommit[Any]
     gate: Gate
     tracing: Tracing
     clock: Callable[[], float] = time.time
@@ -265,7 +265,7 @@ class Calls:
     def __post_init__(self) -> None:
         self.pace = StreamPace()
         self.began = self.clock()
-        self.swarm = self.commits.swarm
+        self.swarm: Conversations = self.commits.swarm
         self.episodes: Episodes = self.swarm
         self.grammars = GrammarTrials()
         self._episodes: dict[str, EpisodeCalls] = {}
@@ -280,6 +280,11 @@ class Calls:
     def active(self) -> list[ActiveCall]:
         """The calls of live episodes whose answers are not delivered yet."""
         return [call for calls in self._episodes.values() for call in calls.open]
+
+    @property
+    def num_active(self) -> int:
+        """Calls whose answers are not delivered yet, of live episodes."""
+        return len(self.active)
 
     async def read(self, episode_id: str) -> None:
         """Reads the calls of an episode that was live before a restart, in a thread: they may have megabytes. Await it
@@ -335,9 +340,9 @@ class Calls:
             return len((await self.prompt(renderer, episode_id, role, request, request.conversation)).tokens)
 
     async def refused(self, episode_id: str, error: RequestError) -> None:
-        """Counts a refused request on its episode. Does nothing if the journal refuses writes."""
+        """Counts a refused request on its episode, if that is live here and the journal accepts writes."""
         param = re.sub(r"\.\d+", "[]", error.param or "")
-        with suppress(Later, NotFound):
+        with suppress(RequestError):
             self.episodes.note(episode_id, refused=[f"{error.code}: {param}" if param else error.code])
             await self.commits.durable()
 

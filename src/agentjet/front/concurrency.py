@@ -12,14 +12,15 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
-from typing import ParamSpec, TypeVar
+from typing import Generic, ParamSpec, TypeVar
 
 from agentjet.errors import Later, Unavailable
-from agentjet.swarm import SwarmState
+from agentjet.swarm.conversations import Conversations
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 Parameters = ParamSpec("Parameters")
+StateT = TypeVar("StateT", bound=Conversations)
 
 RETRY_AFTER_HOLD = 5.0
 SLICE_SECONDS = 0.010
@@ -108,6 +109,10 @@ class Gate:
     def is_open(self) -> bool:
         return self._open
 
+    def refusal(self) -> Later | None:
+        """Returns the refusal of calls; None unless the gate is shut."""
+        return None if self._refusal is None else self._refusal()
+
     def open(self) -> None:
         """Lets all calls in."""
         self._set(True)
@@ -178,14 +183,14 @@ class StreamPace:
         return self._seconds
 
 
-class GroupCommit:
+class GroupCommit(Generic[StateT]):
     """Commits all changes of one turn of the event loop together and waits for the disk once, in a thread.
 
     Changes that are made during that wait form the next group. A change is announced only after it is on disk, and
     repeated requests wait for the disk as well.
     """
 
-    def __init__(self, swarm: SwarmState, *, monotonic: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, swarm: StateT, *, monotonic: Callable[[], float] = time.perf_counter) -> None:
         self.swarm = swarm
         self._monotonic = monotonic
         self._next: asyncio.Future[None] | None = None

@@ -21,7 +21,8 @@ import resource
 import socket
 import ssl
 import sys
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
@@ -43,11 +44,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from agentjet import __version__
-from agentjet.config import ServerConfig
+from agentjet.config import JobConfig, ServerConfig
 from agentjet.config.schema import is_loopback
 from agentjet.errors import (
     CheckpointError,
     ConfigError,
+    Forbidden,
     InvalidRequest,
     Later,
     RequestError,
@@ -282,6 +284,14 @@ def uvicorn_config(app: FastAPI, server: ServerConfig) -> uvicorn.Config:
     )
 
 
+class HttpServer(uvicorn.Server):
+    """Does not handle signals: its process does."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
 SWITCH_SECONDS = 0.001
 """Time for which a thread that computes may keep Python's lock from the event loop; Python's default is 0.005."""
 
@@ -312,7 +322,9 @@ class RunScope:
     keys: Keys
     limits: RequestLimits
     calls: Calls | None = None
-    """None for a run of `agentjet look`, which answers no calls."""
+    """None for a run that answers no calls here: fronts do, or it is one of `agentjet look`."""
+    job: Callable[[], JobConfig] | None = None
+    """Returns the settings of the job in force; None for a run without live episodes."""
     refuse_foreign: Callable[[str], None] = lambda token: None
     """Raises `Forbidden` if another run has this token or key."""
 
@@ -320,7 +332,17 @@ class RunScope:
         """Returns the seconds that an episode key is valid from the start of its episode. A changed job applies to keys
         issued before.
         """
-        return 0.0 if self.calls is None else self.calls.episodes.job.max_episode_seconds
+        return 0.0 if self.job is None else self.job().max_episode_seconds
+
+
+def refuse_foreign(token: str, keys: Iterable[Keys]) -> None:
+    """Raises `Forbidden` if one of these runs has this token or key."""
+    if any(each.knows(token) for each in keys):
+        raise Forbidden(
+            "This token or key does not belong to the run of this URL: use the URL of its own run, or the token of the "
+            "run that you mean.",
+            code="not_your_run",
+        )
 
 
 def scope_of(request: HTTPConnection) -> RunScope:

@@ -52,7 +52,11 @@ def main(command: list[str]) -> None:
     own = os.getpid()
     try:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=lambda: _end_with_the_guardian(own)
+            command,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            close_fds=False,  # The launcher gave it the command's sockets only.
+            preexec_fn=lambda: _end_with_the_guardian(own),
         )
     except OSError as error:
         print(f"{command[0]}: {error.strerror}", file=sys.stderr, flush=True)
@@ -160,6 +164,8 @@ class Launch:
     """The group with one process of which it may share GPUs. It prefers those GPUs. Ray shares nothing."""
     needs_shared_files: bool = False
     """True if the process works only where the gateway's files are visible."""
+    sockets: Sequence[int] = ()
+    """Open sockets that it gets, under the same numbers. On this machine only."""
     placement_seconds: float = 60.0
     """Seconds that it waits for a node with enough free GPUs."""
 

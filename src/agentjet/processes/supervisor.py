@@ -275,6 +275,7 @@ class LocalPlacement:
                     stderr=log,
                     env={**os.environ, **launch.environment, **devices},
                     start_new_session=True,  # Ctrl-C is for the server.
+                    pass_fds=launch.sockets,
                 )
             process = LocalProcess(launch, started, chosen)
             self._processes.add(process)

@@ -451,6 +451,23 @@ class LoopView(Response):
     """The function of AgentJet that ran then; empty for a short time."""
 
 
+class FrontView(Response):
+    """A process that answers model calls."""
+
+    front: int
+    """Its number, from 0."""
+    ready: bool
+    """False while it starts."""
+    calls: int
+    """Calls that wait, are sampled, or are being sent."""
+    load: float
+    """CPU seconds a second in the last half second. At 1 it is saturated."""
+    lag: float
+    """Longest time in seconds that its event loop was late in the last half second."""
+    starts: int
+    """Processes started so far: 1, and 1 for each that died or hung."""
+
+
 class StatusResponse(Response):
     """`GET /swarm/v1/status`."""
 
@@ -499,6 +516,8 @@ class StatusResponse(Response):
     """Those that have a weight, or groups in the present or a recent batch."""
     workers_started: int = 0
     """Since the server began."""
+    fronts: list[FrontView] = Field(default_factory=list)
+    """The processes that answer model calls, if the server does not (`server.fronts`)."""
     workers_hung: int = 0
     """Killed after `server.worker_timeout` seconds without work."""
     replay_difference: str = ""

@@ -22,7 +22,7 @@ from starlette.requests import HTTPConnection
 from starlette.responses import Response
 
 from agentjet.errors import ConfigError, Conflict, Forbidden, NotFound, TooLarge, Unprocessable
-from agentjet.front.calls import present_episode
+from agentjet.front.calls import Calls, present_episode
 from agentjet.front.http import (
     INFERENCE_PATH,
     PROBLEMS,
@@ -33,6 +33,7 @@ from agentjet.front.http import (
     RunScope,
     bearer_of,
     key_of,
+    refuse_foreign,
     route_path,
     scope_of,
 )
@@ -104,7 +105,8 @@ class ServedRuns:
             name=gateway.run,
             keys=keys,
             limits=self._limits,
-            calls=gateway.calls,
+            calls=gateway.calls if isinstance(gateway.calls, Calls) else None,
+            job=lambda: gateway.swarm.job,
             open_reader=lambda: gateway.reader,
             shared=gateway.shared,
             refuse_foreign=self.refuse_foreign,
@@ -144,12 +146,7 @@ class ServedRuns:
 
     def refuse_foreign(self, token: str) -> None:
         """Raises `Forbidden` if a run has this token or key."""
-        if any(keys.knows(token) for keys in self._keys.values()):
-            raise Forbidden(
-                "This token or key does not belong to the run of this URL: use the URL of its own run, or the token "
-                "of the run that you mean.",
-                code="not_your_run",
-            )
+        refuse_foreign(token, self._keys.values())
 
     async def put(self, name: str, settings: RunSettings) -> RunView:
         """Creates or opens a run and its keys: see `Runs.put`."""

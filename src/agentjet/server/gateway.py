@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Hashable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from agentjet.compute import Compute
 from agentjet.config import ServeConfig, parse_config
 from agentjet.errors import ConfigError, Conflict, Later, RecipeError, Unavailable, Unprocessable
 from agentjet.front.calls import Calls, Tracing, present_run
-from agentjet.front.concurrency import GroupCommit, offload
+from agentjet.front.concurrency import Gate, GroupCommit, offload
 from agentjet.front.prompts import Demonstration, answer_all, num_characters
 from agentjet.protocol import (
     AbortRequest,
@@ -34,6 +34,7 @@ from agentjet.protocol import (
 )
 from agentjet.recipes import hooks
 from agentjet.server.checkpoints import CheckpointStore
+from agentjet.server.fronts import FrontedCalls, FrontGate, Fronts, prune_file
 from agentjet.server.health import ServerFacts
 from agentjet.server.monitoring import (
     Activity,
@@ -51,6 +52,8 @@ from agentjet.server.training import Engine, TrainingLoop
 from agentjet.swarm import EpisodeRecord, Journal, SwarmState
 from agentjet.swarm.batches import check_rewards
 from agentjet.swarm.groups import AnsweredRollout, RolloutNeeded
+from agentjet.swarm.journal import Slice
+from agentjet.swarm.journal_file import JournalFile, segment_of, segments_of
 from agentjet.swarm.state import Host
 from agentjet.types import DEFAULT_RUN, JOURNAL
 
@@ -120,9 +123,10 @@ class Gateway:
         stopwatch: Callable[[], float] = time.monotonic,
         tracing: Tracing | None = None,
         lag: LoopLag | None = None,
+        fronts: Fronts | None = None,
     ) -> None:
         """Opens the folder of the run and creates it if it is missing. `stopwatch` detects a blocked event loop, whose
-        lag `lag` measures.
+        lag `lag` measures. `fronts` answer the calls of the run; None if the gateway does.
 
         Raises `ConfigError` if the folder is in use or has other policies, or if its journal is incomplete.
         """
@@ -142,7 +146,7 @@ class Gateway:
         )
         self.store = CheckpointStore(self.folder)
         metrics = MetricsFile(self.folder / "metrics.jsonl", clock=clock)
-        self._journal = self._open_journal()
+        self._journal = self._open_journal(0 if fronts is None else len(fronts))
         try:
             metrics.check_journal(self._journal.read_state().policy_version)
             self.swarm = SwarmState(
@@ -172,7 +176,7 @@ class Gateway:
         self._pages = EventPages(lambda: self.last_event, self.queries.journal.events)
         self.shared = SharedAnswers[Any](lambda: self.last_event)
         """Answers to the reads of viewers."""
-        self.phase = EnginePhase(self.swarm)
+        self.phase = EnginePhase(self.swarm, Gate() if fronts is None else FrontGate(fronts, run))
         self.changed = self.phase.changed
         self.telemetry = Telemetry(
             tracing or Tracing(),
@@ -182,8 +186,11 @@ class Gateway:
             StepTimer(self.phase.gate.busy_seconds),
         )
         self.versions = PolicyVersions(self.store, self.hosted, self.commits, self.phase, self.telemetry.activity)
-        self.engine = Engine(TrainingLoop(self.versions, self.telemetry), self.versions)
-        self.calls = Calls(self.hosted, self.commits, self.phase.gate, self.telemetry.tracing, clock)
+        self.fronted = None if fronts is None else FrontedCalls(fronts, self.hosted, self.swarm, self.phase.gate, clock)
+        """The calls of the run if fronts answer them."""
+        self.calls = self.fronted or Calls(self.hosted, self.commits, self.phase.gate, self.telemetry.tracing, clock)
+        forests = None if self.fronted is None else self.fronted.training_batches
+        self.engine = Engine(TrainingLoop(self.versions, self.telemetry, forests), self.versions)
         self._turn = asyncio.Lock()
         """Held around `rollout` and `accept`, so that a recipe gets one call at a time, about the present state."""
         self.waiters = AdmissionWaiters()
@@ -192,11 +199,20 @@ class Gateway:
         """Those of a started run."""
         self.closing = False
 
-    def _open_journal(self) -> Journal:
+    def _open_journal(self, fronts: int) -> Journal:
         models = {policy: self.config.model_of(policy) for policy in self.config.policy_names}
         for model in models.values():
             check_source(self.folder, model)
-        return Journal.open(self.folder / JOURNAL, models=models)
+        journal = Journal.open(self.folder / JOURNAL, models=models)
+        try:
+            for front in range(fronts):
+                if not (path := segment_of(journal.path, front)).exists():
+                    JournalFile.open(path).close()
+            journal.file.attach(segments_of(journal.path), live=True)
+        except BaseException:
+            journal.close()
+            raise
+        return journal
 
     # ---- start and stop ----------------------------------------------------------------------------------------------
 
@@ -205,6 +221,8 @@ class Gateway:
         if self.swarm.job_notice:
             log.warning("run %s: %s", self.run, self.swarm.job_notice)
         await self._variance.start()
+        if self.fronted is not None:
+            self.fronted.open()
         self.engine.start()
         works = (self._check_leases(), self._decide_groups(), self._prune_journal())
         self._tasks = [asyncio.create_task(work) for work in works]
@@ -347,12 +365,19 @@ class Gateway:
     async def finish(
         self, episode_id: str, request: FinishRequest, *, idempotency_key: str | None = None
     ) -> EpisodeRecord:
-        return await self._durably(self.swarm.finish(episode_id, request, idempotency_key=idempotency_key))
+        if self.fronted is not None and self.swarm.episode(episode_id).status == "live":
+            self.swarm.check_finish(episode_id, request)
+        async with self._ending(episode_id):
+            return await self._durably(self.swarm.finish(episode_id, request, idempotency_key=idempotency_key))
 
     async def abort(
         self, episode_id: str, request: AbortRequest, *, idempotency_key: str | None = None
     ) -> EpisodeRecord:
-        return await self._durably(self.swarm.abort(episode_id, request, idempotency_key=idempotency_key))
+        async with self._ending(episode_id):
+            return await self._durably(self.swarm.abort(episode_id, request, idempotency_key=idempotency_key))
+
+    def _ending(self, episode_id: str) -> AbstractAsyncContextManager[None]:
+        return nullcontext() if self.fronted is None else self.fronted.ending(episode_id)
 
     async def close_groups(self, request: CloseGroupsRequest, *, idempotency_key: str | None = None) -> int:
         num_waiting = await self.commits.in_slices(self.swarm.close_groups(request, idempotency_key=idempotency_key))
@@ -385,6 +410,8 @@ class Gateway:
         self.waiters.wake()
         answer = job_of(self.queries)
         await self.commits.durable()
+        if self.fronted is not None:
+            self.fronted.push()
         return answer
 
     def _check_revision(self, revision: int) -> None:
@@ -431,7 +458,8 @@ class Gateway:
             model=self.hosted.model_name,
             model_weights=self.hosted.common("weights"),
             machine=self.hosted.common("machine"),
-            calls_active=len(self.calls.active),
+            calls_active=self.calls.num_active,
+            fronts=[] if self.fronted is None else self.fronted.fronts(),
             clients={client: max(0.0, now - seen) for client, seen in self.queries.leases.clients.items()},
             workers_started=self.hosted.num_starts,
             workers_hung=self.engine.num_hung,
@@ -580,10 +608,18 @@ class Gateway:
             swarm.is_prune_due = False
             try:
                 for rows in await asyncio.to_thread(swarm.unneeded):
-                    swarm.prune(rows)
-                    await self.commits.durable()
+                    if rows.schema:
+                        await self._prune_segment(rows)
+                    else:
+                        swarm.prune(rows)
+                        await self.commits.durable()
             except Later as later:  # The journal has logged it.
                 swarm.is_prune_due = True
                 await asyncio.sleep(later.retry_after)
             except Exception:  # The boundary: the journal must not grow without end.
                 log.exception("the journal could not be pruned; the next checkpoint tries again")
+
+    async def _prune_segment(self, rows: Slice) -> None:
+        """Deletes rows of the file of a front, or of one that is gone."""
+        if self.fronted is None or not await self.fronted.prune(rows):
+            await asyncio.to_thread(prune_file, self.swarm.file.segments[rows.schema], rows)

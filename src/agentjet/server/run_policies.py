@@ -312,11 +312,11 @@ class EnginePhase:
                   └ failed ◄┘
     """
 
-    def __init__(self, swarm: SwarmState) -> None:
+    def __init__(self, swarm: SwarmState, gate: Gate) -> None:
         self.state: EngineState = "offline"
         self.reason = ""
         """Cause of the state after a failure, or ''."""
-        self.gate = Gate()
+        self.gate = gate
         self.changed = Broadcast()
         self._swarm = swarm
         self._entered = time.monotonic()
@@ -418,7 +418,7 @@ class PolicyVersions:
 
     store: CheckpointStore
     policies: RunPolicies
-    commits: GroupCommit
+    commits: GroupCommit[SwarmState]
     phase: EnginePhase
     activity: Activity
     checkpoint_error: str = ""

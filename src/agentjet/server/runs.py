@@ -28,6 +28,7 @@ from agentjet.errors import ConfigError, Conflict, Later, NotFound, Unavailable,
 from agentjet.front.calls import Tracing
 from agentjet.protocol import JobBody, RunSettings, RunView, check_run_name
 from agentjet.server.checkpoints import flush, write_json
+from agentjet.server.fronts import Fronts
 from agentjet.server.gateway import Gateway
 from agentjet.server.monitoring import LoopLag
 from agentjet.swarm import Journal
@@ -55,13 +56,24 @@ class Runs:
         clock: Callable[[], float] = time.time,
         stopwatch: Callable[[], float] = time.monotonic,
         tracing: Tracing | None = None,
+        fronts: Fronts | None = None,
     ) -> None:
-        """Opens the default run. Raises `ConfigError` like `Gateway`, and for a data dir of AgentJet 0.1."""
+        """Opens the default run. `fronts` answer the calls of all runs; None if this process does.
+
+        Raises `ConfigError` like `Gateway`, and for a data dir of AgentJet 0.1.
+        """
         self._config = config
         self._compute = compute
         self.lag = LoopLag()
+        self._fronts = fronts
         self._new_gateway = partial(
-            Gateway, compute=compute, clock=clock, stopwatch=stopwatch, tracing=tracing, lag=self.lag
+            Gateway,
+            compute=compute,
+            clock=clock,
+            stopwatch=stopwatch,
+            tracing=tracing,
+            lag=self.lag,
+            fronts=fronts,
         )
         self._folder = config.server.data_dir / "runs"
         self._gateways: dict[str, Gateway] = {}
@@ -90,6 +102,8 @@ class Runs:
         """Starts the default run, and the other runs that were open when the server stopped."""
         self.lag.start()
         await self.default.start()
+        if self._fronts is not None:
+            self._fronts.start()
         for name in self._names():
             try:
                 if (record := self._record(name)) is not None and record.open:
@@ -172,6 +186,8 @@ class Runs:
             await _all_of(gateway.close() for gateway in self.open_gateways())
         finally:
             self.lag.close()
+            if self._fronts is not None:
+                await self._fronts.close()
             await self._compute.close()
 
     # ---- one run ----------------------------------------------------------------------------------------------------

@@ -60,17 +60,24 @@ STOP_GRACE_SECONDS = 10.0
 """Time that calls in progress have to end when the engine is stopped."""
 
 
+BuildForests = Callable[[int], Awaitable[tuple[dict[str, TrainingBatch], dict[str, float]]]]
+"""Returns the forests of a batch by policy, and metrics: see `facts.build`."""
+
+
 class TrainingLoop:
     """Trains policies that are up. `Engine` brings them up."""
 
-    def __init__(self, versions: PolicyVersions, telemetry: Telemetry) -> None:
-        """`versions` has the policies, their phase and the commits of the run."""
+    def __init__(self, versions: PolicyVersions, telemetry: Telemetry, forests: BuildForests | None = None) -> None:
+        """`versions` has the policies, their phase and the commits of the run. `forests` builds those of a batch in
+        another process; None if a thread does.
+        """
         self.stopping = False
         """If set, the loop ends after the present batch. Notify `changed` after setting it."""
         self.error: RecipeError | None = None
         """A failure of the recipe outside the worker, which ends the loop. Notify `changed` after setting it."""
         self.replay_difference = ""
         """A sentence about the first batch since the start whose repetition led to other weights, or ''."""
+        self._build = forests
         self._policies = versions.policies
         self._commits = versions.commits
         self._swarm = versions.swarm
@@ -189,7 +196,7 @@ class TrainingLoop:
         An endpoint may not answer for long. Tasks run in that time, and calls go on if `job.max_staleness` allows it.
         """
         self._learning = batch.id  # An error of the journal is one of the batch, and one of the teacher is not.
-        training = await asyncio.to_thread(self._swarm.batches.training_batches, batch)
+        training = await self._forests(batch)
         self._learning = None
         if not await self.teachers.is_asked(batch):
             return await self.teachers.taught(batch, training)
@@ -214,6 +221,15 @@ class TrainingLoop:
                 asking.cancel()
                 await asyncio.gather(asking, return_exceptions=True)
         return None
+
+    async def _forests(self, batch: Batch) -> dict[str, TrainingBatch]:
+        batches = self._swarm.batches
+        if self._build is None:
+            return await asyncio.to_thread(batches.training_batches, batch)
+        batches.check_reach(batch.id)
+        training, metrics = await self._build(batch.id)
+        batches.built(batch, metrics)
+        return training
 
     def _is_asked(self, asking: asyncio.Future[Any], revision: int) -> bool:
         """True if a teacher has answered, need not answer, or has another address: the job has another revision."""

@@ -120,13 +120,17 @@ class Batches:
         """
         with self.reading(batch) as (journal, members):
             training, metrics = facts.build(journal, batch, members, self._store.policies)
-        self._forest_metrics = {batch.id: metrics}
+        self.built(batch, metrics)
         return training
+
+    def built(self, batch: Batch, metrics: Mapping[str, float]) -> None:
+        """Keep the metrics of the forests of a batch until it is learned."""
+        self._forest_metrics = {batch.id: dict(metrics)}
 
     @contextmanager
     def reading(self, batch: Batch) -> Iterator[tuple[Journal, dict[str, EpisodeRecord]]]:
         """Context of the journal for another thread, and the episodes of a batch. Raises `CheckpointError`."""
-        self._check_reach(batch.id)
+        self.check_reach(batch.id)
         with self._journal.reading() as journal:
             members = {}
             for episode_id in batch.episode_ids:
@@ -256,7 +260,7 @@ class Batches:
 
         Raises `CheckpointError` when the journal does not reach back so far.
         """
-        self._check_reach(policy_version)
+        self.check_reach(policy_version)
         return self._journal.batches(policy_version)
 
     def read_recipes(self, policy_version: int) -> None:
@@ -290,7 +294,7 @@ class Batches:
                 self._journal.put_checkpoint(stamp)
         return self.from_version(version)
 
-    def _check_reach(self, policy_version: int) -> None:
+    def check_reach(self, policy_version: int) -> None:
         durable = self._store.state.durable_version
         if policy_version < durable:
             raise CheckpointError(

@@ -1,7 +1,7 @@
 """`SwarmState`: the store of a run with the rules of its episodes. `Queries`: reads of a store, live or recorded.
 
 Invariants:
-* an acknowledged change is on disk: see `Store.defer_commits`;
+* an acknowledged change is on disk: see `Transactions.defer_commits`;
 * a finished training episode is in exactly one of: waiting, one batch, a group dropped for a named reason;
 * only the episodes that the present batch needs are admitted, or, with `max_staleness`, as many batches as may wait
   without getting too old. Groups that do get too old are dropped and counted;
@@ -19,13 +19,12 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, Self
 
 from agentjet.config import JobConfig, first_mistake
-from agentjet.errors import ConfigError, Conflict, InvalidRequest, Later, Unavailable, Unprocessable, did_you_mean
+from agentjet.errors import ConfigError, Conflict, InvalidRequest, Later, Unprocessable, did_you_mean
 from agentjet.protocol import (
     AbortRequest,
     BeginRequest,
@@ -36,20 +35,17 @@ from agentjet.protocol import (
     duration,
 )
 from agentjet.swarm.batches import Answered, Batches, Committed, compose_demonstrations, sft_scope
-from agentjet.swarm.facts import load_trees, turns_of
+from agentjet.swarm.conversations import Conversations
+from agentjet.swarm.facts import turns_of
 from agentjet.swarm.groups import HAS_STEPS, REPLACED, STALLED, AnsweredRollout, GroupRules, Undecided
-from agentjet.swarm.journal import Journal, encode_call
+from agentjet.swarm.journal import CallCounts, Journal
 from agentjet.swarm.origin import of_worker
 from agentjet.swarm.places import RETRY_SECONDS, Mixture, Places
 from agentjet.swarm.state import EpisodeRecord, Group, Host, JobSettings, Leases, Store, new_episode_id
-from agentjet.timeline.tree import ConversationTree
-from agentjet.types import MAX_NAME, Call, ModelInfo, wrong_reward_name
-
-MAX_NOTES = 64
-"""Different notes, and different refusals, that are counted apart on one episode."""
+from agentjet.types import ModelInfo, wrong_reward_name
 
 
-class SwarmState(Store):
+class SwarmState(Store, Conversations):
     """The store of a run, with the rules by which episodes begin, call and end. Synchronous; one thread at a time."""
 
     def __init__(
@@ -269,7 +265,7 @@ class SwarmState(Store):
         scope = f"finish/{episode_id}"
         if self.recall(scope, idempotency_key, request) is not None:
             return self.episode(episode_id)
-        episode = self._up_to_date(episode_id)
+        episode = self.up_to_date(episode_id)
         score: dict[str, Any] = {
             "reward": request.reward,
             "by_role": dict(request.by_role),
@@ -309,7 +305,7 @@ class SwarmState(Store):
         scope = f"abort/{episode_id}"
         if self.recall(scope, idempotency_key, request) is not None:
             return self.episode(episode_id)
-        episode = self._up_to_date(episode_id)
+        episode = self.up_to_date(episode_id)
         if episode.status in ("aborted", "expired"):
             return episode
         episode = self._live(episode_id)
@@ -360,100 +356,26 @@ class SwarmState(Store):
 
     # ---- calls ---------------------------------------------------------------------------------------------
 
-    def heartbeat(self, episode_id: str) -> EpisodeRecord:
-        """Renew the lease of a live episode. Its silence goes on, because only calls end it.
+    def put_calls(self, episode: EpisodeRecord) -> None:
+        self.put(episode)
 
-        Raises `Conflict` when the episode has ended; the code is its status.
-        """
-        episode = self._live(episode_id)
-        self.leases.renew(episode)
-        return episode
-
-    @contextmanager
-    def calling(self, episode_id: str) -> Iterator[EpisodeRecord]:
-        """Suspend the episode's lease while a call waits or is sampled, and renew it after the call.
-
-        `max_episode_seconds` still counts. Raises `Conflict` when the episode has ended.
-        """
-        episode = self._live(episode_id)
-        with self.leases.calling(episode):
-            yield episode
-
-    def record_call(
-        self,
-        call: Call,
-        encoded_suffix: Sequence[bytes],
-        encoded_completion: Sequence[bytes],
-        body: bytes = b"",
-        routes: bytes = b"",
-    ) -> None:
-        """Append a call to its episode's conversation, with the encoded bytes of each token. `body` is the result of
-        `encode_call`, if another thread has called it; `routes` are those of its tokens.
-
-        Raises `Conflict` when the episode has ended. Such a call is not recorded.
-        """
-        episode = self._live(call.episode_id)
-        tree = self.tree(call.episode_id, call.role)
-        if call.parent is not None and not tree.knows(call.parent):
-            raise Unavailable(
-                "The journal lost the call that this one continues, because the disk refused a write.",
-                code="journal_unavailable",
-                retry_after=1.0,
-            )
-        num_tokens, oldest = episode.num_tokens, episode.oldest_version
-        if not call.untrained:
-            num_tokens += len(call.completion)
-            # A completion that continues on another replica may go back to an older version.
-            oldest = min((version for version in {oldest, *call.versions} if version is not None), default=None)
-        with self.transaction():
-            self.journal.add_call(call, body or encode_call(call, encoded_suffix, encoded_completion), routes)
-            num_calls = episode.num_calls + 1
-            self.put(replace(episode, num_calls=num_calls, num_tokens=num_tokens, oldest_version=oldest))
-            self.restores.append(lambda: self.trees.pop(call.episode_id, None))
-            tree.add(call, encoded_suffix, encoded_completion)
-        self.leases.active(episode)
-
-    def note(self, episode_id: str, *, noted: Sequence[str] = (), refused: Sequence[str] = ()) -> None:
-        """Count notes and refusals of an episode's request. An ended episode keeps its counts unchanged."""
-        episode = self._up_to_date(episode_id)
-        if episode.ended is not None or not (noted or refused):
+    def account(self, episode_id: str, counts: CallCounts) -> None:
+        """Record the counts that the front of an episode has, also after it has ended."""
+        before = self.episode(episode_id)
+        episode = replace(before, **counts._asdict())
+        if episode == before:
             return
         with self.transaction():
-            episode = replace(episode, noted=_counted(episode.noted, noted), refused=_counted(episode.refused, refused))
-            self.put(episode)
+            if episode_id in self.episodes:
+                self.put(episode)
+            else:
+                self.journal.put_episode(episode)
 
-    def undelivered(self, episode_id: str, call_ids: Sequence[str]) -> None:
-        """Record that these answers did not reach their agent. They train only if a later call sends them back.
-
-        Ignored after the episode has ended, because its batch may be composed already.
-        """
-        if self._up_to_date(episode_id).status == "live":
-            with self.transaction():
-                self.journal.add_undelivered(call_ids)
-
-    def tree(self, episode_id: str, role: str) -> ConversationTree:
-        """The conversation of one role of an episode; kept in memory while the episode is live."""
-        trees = self.trees.get(episode_id)
-        if trees is None:
-            trees = load_trees(self.journal, episode_id) if self.episode(episode_id).num_calls else {}
-            self.keep_trees(episode_id, trees)
-        return trees.setdefault(role, ConversationTree())
-
-    def is_unread(self, episode_id: str) -> bool:
-        """True if a live episode has calls that are only in the journal, as after a restart."""
-        episode = self.episodes.get(episode_id)
-        is_kept = episode_id in self.trees
-        return episode is not None and episode.status == "live" and episode.num_calls > 0 and not is_kept
-
-    def read_trees(self, episode_id: str) -> dict[str, ConversationTree]:
-        """An episode's conversations by role. May run in another thread; it reads committed calls only."""
-        with self.journal.reading() as journal:
-            return load_trees(journal, episode_id)
-
-    def keep_trees(self, episode_id: str, trees: dict[str, ConversationTree]) -> None:
-        """Keep the conversations of an episode in memory if it is live and they are not."""
-        if self.episode(episode_id).status == "live":
-            self.trees.setdefault(episode_id, trees)
+    def check_finish(self, episode_id: str, request: FinishRequest) -> None:
+        """Raises the errors that `finish` raises for the rewards of a live episode."""
+        if self.policies and (wrong := wrong_reward_name(request.by_role, self.policies)):
+            raise Unprocessable(wrong[1], code="invalid_reward", param=wrong[0])
+        call_rewards(self.journal, episode_id, request)
 
     # ---- time ----------------------------------------------------------------------------------------------
 
@@ -486,32 +408,13 @@ class SwarmState(Store):
 
     # ---- inside --------------------------------------------------------------------------------------------
 
-    def _up_to_date(self, episode_id: str) -> EpisodeRecord:
+    def up_to_date(self, episode_id: str) -> EpisodeRecord:
         """The episode, expired if its time is over, even if `reap` was not called since."""
         episode = self.episode(episode_id)
         if episode.ended is None and self.expires_at(episode) <= self._clock():
             self.reap(1, first=episode_id)
             episode = self.episode(episode_id)
         return episode
-
-    def _live(self, episode_id: str) -> EpisodeRecord:
-        """The episode if it is live. Raises `Conflict` otherwise."""
-        episode = self._up_to_date(episode_id)
-        if episode.ended is None:
-            return episode
-        how = f"finished with reward {episode.reward}" if episode.status == "finished" else episode.status
-        reason = f" ({episode.reason})" if episode.reason else ""
-        raise Conflict(f"Episode {episode_id} has ended: {how}{reason}.", code=f"episode_{episode.status}")
-
-
-def _counted(counts: Mapping[str, int], names: Sequence[str]) -> Mapping[str, int]:
-    """The counts with one more of each name. Names beyond `MAX_NOTES` are counted as `others`."""
-    counted = dict(counts)
-    for name in names:
-        key = name[:MAX_NAME]
-        key = key if key in counted or len(counted) < MAX_NOTES else "others"
-        counted[key] = counted.get(key, 0) + 1
-    return counted
 
 
 def _begin_scope(request: BeginRequest) -> str:

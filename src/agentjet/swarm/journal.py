@@ -121,6 +121,20 @@ class CallFacts(NamedTuple):
         return cls(call.id, call.role, call.after, call.retry_of, call.untrained, len(call.completion))
 
 
+class CallCounts(NamedTuple):
+    """The counts of an episode that its calls change: see `EpisodeRecord`."""
+
+    num_calls: int
+    num_tokens: int
+    oldest_version: int | None
+    noted: Mapping[str, int]
+    refused: Mapping[str, int]
+
+    @classmethod
+    def of(cls, episode: EpisodeRecord) -> Self:
+        return cls(*(getattr(episode, name) for name in cls._fields))
+
+
 class Slice(NamedTuple):
     """Rows of one table that one transaction deletes."""
 
@@ -131,6 +145,15 @@ class Slice(NamedTuple):
     """The values of the condition, of each row."""
     num_bytes: int = 0
     """Size of the deleted calls."""
+
+    @property
+    def schema(self) -> str:
+        """The file, as in `JournalFile.segments`; "" for the journal's own."""
+        return self.table.rpartition(".")[0]
+
+    def of_own_file(self) -> Slice:
+        """The same rows for the journal of the file itself."""
+        return self._replace(table=self.table.rpartition(".")[2])
 
 
 def encode_call(call: Call, encoded_suffix: Sequence[bytes], encoded_completion: Sequence[bytes]) -> bytes:
@@ -239,7 +262,9 @@ class Journal:
     def reading(self) -> Iterator[Self]:
         """The same journal on a read-only connection, for another thread. It reads committed changes only."""
         with closing(database.connect(self.path, "mode=ro")) as connection:
-            yield type(self)(JournalFile(self.path, connection))
+            file = JournalFile(self.path, connection)
+            file.attach(tuple(self.file.segments.values()), live=True)
+            yield type(self)(file)
 
     def close(self) -> None:
         """Close and unlock the file. Idempotent."""
@@ -411,6 +436,17 @@ class Journal:
             raise NotFound(f"There is no episode {episode_id!r} in this run.", code="episode_not_found")
         return episode
 
+    def newest_counts(self, episode_id: str) -> CallCounts | None:
+        """The counts of an episode in the file that has most of its calls; None if none has some."""
+        query = " UNION ALL ".join(
+            f"SELECT {', '.join(CallCounts._fields)} FROM {schema}.episodes WHERE id = :id" for schema in self._schemas
+        )
+        rows = self.file.db.execute(query, {"id": episode_id}).fetchall()
+        found = [CallCounts(*counts, json.loads(noted), json.loads(refused)) for *counts, noted, refused in rows]
+        return max(
+            found, key=lambda one: (one.num_calls, sum(one.noted.values()), sum(one.refused.values())), default=None
+        )
+
     def unsettled_episodes(self) -> list[EpisodeRecord]:
         """The unsettled ones, in the order they began."""
         return self._episodes("NOT settled ORDER BY seq", ())
@@ -527,14 +563,26 @@ class Journal:
 
     # ---- calls ---------------------------------------------------------------------------------------------
 
-    def add_call(self, call: Call, body: bytes, routes: bytes = b"") -> None:
-        """Record a call. `body` is what `encode_call` returned for it; `routes` are packed by `timeline.routes`."""
+    def add_call(self, call: Call, body: bytes, routes: bytes = b"", *, seq: int | None = None) -> None:
+        """Record a call. `body` is what `encode_call` returned for it; `routes` are packed by `timeline.routes`.
+
+        `seq` orders the calls of an episode; by default it is the next one of the file.
+        """
         call_id, *facts = CallFacts.of(call)
         self.file.db.execute(
-            "INSERT INTO calls (id, episode_id, undelivered, body, role, after_call, retry_of, untrained, num_tokens, "
-            "num_bytes, routes) VALUES (?, ?, FALSE, ?, ?, ?, ?, ?, ?, ?, ?)",
-            (call_id, call.episode_id, body.decode(), *facts, len(body) + len(routes), routes or None),
+            "INSERT INTO main.calls (seq, id, episode_id, undelivered, body, role, after_call, retry_of, untrained, "
+            "num_tokens, num_bytes, routes) VALUES (?, ?, ?, FALSE, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (seq, call_id, call.episode_id, body.decode(), *facts, len(body) + len(routes), routes or None),
         )
+
+    def last_call_number(self) -> int:
+        """The highest `seq` of a call, in all files."""
+        return max(int(self._one(f"SELECT MAX(seq) FROM {schema}.calls") or 0) for schema in self._schemas)
+
+    @property
+    def _schemas(self) -> tuple[str, ...]:
+        """The files with calls."""
+        return "main", *self.file.segments
 
     def routes(self, episode_id: str) -> dict[str, bytes]:
         """The packed routes of an episode's calls that have some, by call."""
@@ -568,7 +616,7 @@ class Journal:
     def add_undelivered(self, call_ids: Iterable[str]) -> None:
         """Record that these answers did not reach their agent."""
         self.file.db.executemany(
-            "UPDATE calls SET undelivered = TRUE WHERE id = ?", [(call_id,) for call_id in call_ids]
+            "UPDATE main.calls SET undelivered = TRUE WHERE id = ?", [(call_id,) for call_id in call_ids]
         )
 
     def orphans(self, episode_id: str) -> dict[str, OrphanReason]:
@@ -772,7 +820,12 @@ class Journal:
         """
         displaced = self.file.db.execute(_DISPLACED, {"limit": transcript_bytes}).fetchall()
         values = {"durable": state.durable_version, "displaced": json.dumps([seq for seq, _ in displaced])}
-        slices = [*_sliced("transcripts", displaced), *_sliced("calls", self.file.db.execute(_UNNEEDED_CALLS, values))]
+        slices = [*_sliced("transcripts", displaced)]
+        for schema in self._schemas:
+            rows = self.file.db.execute(_UNNEEDED_CALLS.format(schema=schema), values)
+            slices += _sliced("calls" if schema == "main" else f"{schema}.calls", rows)
+            if schema != "main":  # The counts of episodes without calls.
+                slices += _sliced(f"{schema}.episodes", self.file.db.execute(_UNNEEDED_COUNTS.format(schema=schema)))
         old_keys = self.file.db.execute(
             "SELECT scope, key, 0 FROM idempotency WHERE created < ?", (now - IDEMPOTENCY_SECONDS,)
         )
@@ -788,7 +841,8 @@ class Journal:
         return slices
 
     def delete(self, rows: Slice) -> None:
-        self.file.db.executemany(f"DELETE FROM {rows.table} WHERE {rows.condition}", rows.keys)
+        """Delete rows of the journal's own file."""
+        self.file.db.executemany(f"DELETE FROM main.{rows.table} WHERE {rows.condition}", rows.keys)
 
 
 _DISPLACED = """
@@ -802,13 +856,18 @@ SELECT seq, 0 FROM transcripts WHERE seq NOT IN (SELECT seq FROM totals WHERE to
 """
 """The transcripts that newer ones of their reason, or of all, displace. A large one does not displace all others."""
 _UNNEEDED_CALLS = """
-SELECT seq, num_bytes FROM calls WHERE episode_id IN (
-    SELECT DISTINCT episode_id FROM calls
-    EXCEPT SELECT id FROM episodes WHERE NOT settled
+SELECT seq, num_bytes FROM {schema}.calls WHERE episode_id IN (
+    SELECT DISTINCT episode_id FROM {schema}.calls
+    EXCEPT SELECT id FROM main.episodes WHERE NOT settled
     EXCEPT SELECT member.value FROM batches, json_each(batches.groups) AS members,
         json_each(members.value) AS member WHERE batches.id >= :durable
     EXCEPT SELECT episode_id FROM transcripts WHERE seq NOT IN (SELECT value FROM json_each(:displaced))
 ) ORDER BY episode_id, seq DESC
+"""
+
+_UNNEEDED_COUNTS = """
+SELECT seq, 0 FROM {schema}.episodes WHERE id NOT IN (SELECT episode_id FROM {schema}.calls)
+    AND id NOT IN (SELECT id FROM main.episodes WHERE NOT settled)
 """
 
 

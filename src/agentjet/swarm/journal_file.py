@@ -7,6 +7,9 @@ A transaction is on disk when it ends or, after `defer_commits`, once the `commi
 thread. After a failed `fdatasync` nothing is written any more: the kernel may have dropped the pages, and a second call
 would succeed without writing them.
 
+Fronts write calls into files of their own, `calls/front-N.sqlite` beside the journal, with the same tables. A journal
+reads them, too: `calls` is then a view of all files, and `main.calls` the table of its own.
+
 In the schema before, most facts were JSON. One set of queries returns rows of the present tables from those of the
 earlier schema. A journal that is only read gets them as temporary views with the names of the present tables. A journal
 that is opened for writing is migrated by them.
@@ -17,8 +20,9 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import re
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn, Self, TypeGuard
@@ -34,6 +38,8 @@ LONGEST_LOG = 16_384
 """Pages of 4 KiB from which each sync makes a checkpoint, until the writer has restarted the log."""
 DISK_ERRORS = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN})
 """SQLite's primary error codes for a failing disk, as opposed to a damaged file."""
+SEGMENTS = "calls"
+"""Folder of the files of fronts, beside the journal."""
 UNAVAILABLE = "journal_unavailable"
 """Code of refusals because of the disk or the file."""
 
@@ -51,6 +57,8 @@ class JournalFile:
     def __init__(self, path: Path, connection: sqlite3.Connection, lock: int = -1) -> None:
         self.path = path
         self.db: sqlite3.Connection | Any = connection
+        self.segments: dict[str, Path] = {}
+        """Other files with calls that are read, by the name of their schema."""
         self.in_transaction = False
         self.refusal = ""
         """Why the disk refuses writes, and what to do; empty again after the next successful write."""
@@ -124,20 +132,32 @@ class JournalFile:
         """
         if not path.is_file():
             raise ConfigError(f"{str(path.parent)!r} is not a data dir of AgentJet: it has no {path.name}")
-        # Without a write-ahead log the file is complete. `immutable` keeps SQLite from creating a log beside it.
-        log = path.with_name(path.name + "-wal")
-        how = "mode=ro" if log.exists() and log.stat().st_size else "immutable=1"
-        file = cls(path, database.connect(path, how))
+        file = cls(path, database.connect(path, _reading(path)))
         try:
             if file._checked_version() == EARLIER_VERSION:
                 for statement in list(views(file.db)):
                     file.db.execute(statement)
+            file.attach(segments_of(path))
         except (ConfigError, sqlite3.DatabaseError) as error:
             file.close()
             if isinstance(error, ConfigError) or error.sqlite_errorcode == sqlite3.SQLITE_INTERRUPT:
                 raise
             raise ConfigError(f"{path} cannot be read as a journal ({error})") from None
         return file
+
+    def attach(self, segments: Sequence[Path], *, live: bool = False) -> None:
+        """Read the calls of other files, too. `live`: other processes write them. Raises `ConfigError`."""
+        for path in segments:
+            if not live:  # They may come from somebody else.
+                JournalFile.open_read_only(path).close()
+            name = path.stem.replace("-", "_")
+            address = f"{path.absolute().as_uri()}?{'mode=ro' if live else _reading(path)}"
+            self.db.execute(f"ATTACH ? AS {name}", (address,))
+            self.segments[name] = path
+        if self.segments:
+            names = ", ".join(_CALL_NAMES)
+            tables = " UNION ALL ".join(f"SELECT {names} FROM {schema}.calls" for schema in ("main", *self.segments))
+            self.db.execute(f"CREATE TEMP VIEW calls AS {tables}")
 
     def _checked_version(self) -> int:
         """The version of the schema. Raises `ConfigError` if it is unknown, or if the tables are not those of it."""
@@ -157,7 +177,7 @@ class JournalFile:
     @property
     def has_routes(self) -> bool:
         """False for a file of an earlier program that is only read: its calls have no column `routes`."""
-        return "routes" in _columns(self.db, "calls")
+        return bool(self.segments) or "routes" in _columns(self.db, "calls")
 
     def _migrate(self) -> None:
         """Write the rows of the earlier schema into new tables. A kill or an error leaves the file as it was."""
@@ -356,6 +376,24 @@ class JournalFile:
         self.db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))
 
 
+def segments_of(journal: Path) -> list[Path]:
+    """The files of fronts that a journal has."""
+    found = (journal.parent / SEGMENTS).glob("front-*.sqlite")
+    return sorted(path for path in found if re.fullmatch(r"front-\d{1,3}", path.stem))
+
+
+def segment_of(journal: Path, front: int) -> Path:
+    """The file of a front."""
+    return journal.parent / SEGMENTS / f"front-{front}.sqlite"
+
+
+def _reading(path: Path) -> str:
+    """The query of an address by which a file is only read, and nothing in its folder changes."""
+    # Without a write-ahead log the file is complete. `immutable` keeps SQLite from creating a log beside it.
+    log = path.with_name(path.name + "-wal")
+    return "mode=ro" if log.exists() and log.stat().st_size else "immutable=1"
+
+
 def _is_of_disk(error: BaseException) -> TypeGuard[sqlite3.DatabaseError]:
     """True if an error is one of the disk or of the file, as opposed to a wrong statement."""
     return isinstance(error, sqlite3.OperationalError) or type(error) is sqlite3.DatabaseError
@@ -446,6 +484,7 @@ CALL_COLUMNS = {
 
 They stand at the end of the table, so that a migration adds them without a copy of the bodies.
 """
+_CALL_NAMES = ("seq", "id", "episode_id", "undelivered", "body", *CALL_COLUMNS)
 _CALLS = """
 CREATE TABLE calls (
     seq INTEGER PRIMARY KEY,

@@ -5,8 +5,8 @@ of the run's clock.
 
 Memory has the unsettled episodes and the groups of the present batch, so it does not grow with the length of a run.
 Every change is written to its row at once. After a failed transaction the rows that changed since the last commit are
-read again, and what no row records is restored: see `Store.restores`. The store finds and keeps; the rules are in
-`episodes`, `groups`, `places` and `batches`.
+read again, and what no row records is restored: see `Transactions.restores`. The store finds and keeps; the rules are
+in `episodes`, `groups`, `places` and `batches`.
 """
 
 from __future__ import annotations
@@ -281,7 +281,83 @@ class Host:
     """Maximum size of the transcripts that are kept for people: see `server.keep_transcripts`."""
 
 
-class Store:
+class Transactions:
+    """Changes of memory and of a file together. Each is made inside `transaction()`."""
+
+    def __init__(self, journal: Journal) -> None:
+        self.journal = journal
+        self.file = journal.file
+        self.on_uncommitted: Callable[[], None] = lambda: None
+        """Called after a transaction that a `commit` must follow."""
+        self.restores: list[Callable[[], object]] = []
+        """The opposites of changes in memory that no row records. Each is added inside the transaction of its change,
+        or after it and before its commit. They are called if the transaction is undone, by itself or with its commit.
+        """
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """Group changes: all or none. Nested ones join the outermost. Events are sent after the commit."""
+        if self.file.in_transaction:
+            yield
+            return
+        marks = self._marks()
+        try:
+            with self.file.transaction():
+                yield
+        except BaseException:
+            self._undo(*marks)
+            raise
+        if self.file.defers_commits:
+            self.on_uncommitted()
+        else:
+            self._confirm()
+            self.announce()
+
+    def defer_commits(self, on_uncommitted: Callable[[], None]) -> None:
+        """From here on the next `commit` commits a change, and the `sync` after it has the change on disk.
+
+        One commit may serve many changes. `on_uncommitted` is called when there is something to commit. A change must
+        be on disk before it is acknowledged.
+        """
+        self.file.defer_commits()
+        self.on_uncommitted = on_uncommitted
+
+    def commit(self) -> None:
+        """Commit what was written. Raises `Later` if that failed; all of it is then undone, also in memory."""
+        try:
+            self.file.commit()
+        except Later:
+            self._undo()
+            raise
+        self._confirm()
+
+    def abandon(self, error: BaseException) -> None:
+        """Undo all changes since the last commit, in memory, too. The next `commit` fails because of the error."""
+        self.file.abandon(error)
+        self._undo()
+
+    def announce(self) -> None:
+        """Send the committed events. Call it once they are on disk."""
+
+    def probe_disk(self) -> None:
+        """Write something, which ends `file.refusal` if the disk accepts it. Raises `Later` if not."""
+        with self.transaction():
+            self.file.probe_disk()
+
+    def _marks(self) -> tuple[int, ...]:
+        """What `_undo` keeps of earlier transactions."""
+        return (len(self.restores),)
+
+    def _undo(self, num_restores: int = 0) -> None:
+        """Undo failed transactions in memory, too. The first restores are of earlier transactions."""
+        while len(self.restores) > num_restores:
+            self.restores.pop()()
+
+    def _confirm(self) -> None:
+        self.restores.clear()
+
+
+class Store(Transactions):
     """Journal and state of one run. Every change happens inside `transaction()`."""
 
     state: State
@@ -295,7 +371,7 @@ class Store:
     steps: list[StepRecord]
     """The newest learned batches, the newest last."""
     trees: dict[str, dict[str, ConversationTree]]
-    """Conversations of live episodes, by episode and role: all of an episode or none. A cache of the journal."""
+    """See `Conversations.trees`."""
 
     def __init__(
         self,
@@ -304,16 +380,13 @@ class Store:
         policies: tuple[str, ...] = (),
         host: Host = Host(),
     ) -> None:
-        self.journal = journal
+        super().__init__(journal)
         self.policies = policies
         """The policies that the settings name."""
-        self.file = journal.file
         self.on_event = host.on_event
         self.undelivered_calls = host.undelivered_calls
         self.defers_hooks = host.defers_hooks
         self.transcript_bytes = host.transcript_bytes
-        self.on_uncommitted: Callable[[], None] = lambda: None
-        """Called after a transaction that a `commit` must follow."""
         self.is_prune_due = False
         """True if the journal may have many rows that the run needs no more. `unneeded` finds them."""
         self._clock = clock
@@ -321,10 +394,6 @@ class Store:
         self._committed: list[Event] = []
         self._changed: set[str] = set()
         """Episodes that were put since the last commit."""
-        self.restores: list[Callable[[], object]] = []
-        """The opposites of changes in memory that no row records. Each is added inside the transaction of its change,
-        or after it and before its commit. They are called if the transaction is undone, by itself or with its commit.
-        """
         self.is_undone = False
         """True after changes were undone, until the owner sets it to False. No event shows that, so everything that
         waits for the state must look at it again.
@@ -401,33 +470,17 @@ class Store:
 
     # ---- transactions --------------------------------------------------------------------------------------
 
-    @contextmanager
-    def transaction(self) -> Iterator[None]:
-        """Group changes: all or none. Nested ones join the outermost. Events are sent after the commit."""
-        if self.file.in_transaction:
-            yield
-            return
-        marks = len(self._outbox), len(self.restores)
-        try:
-            with self.file.transaction():
-                yield
-        except BaseException:
-            self._reload(*marks)
-            raise
-        if self.file.defers_commits:
-            self.on_uncommitted()
-        else:
-            self._confirm()
-            self.announce()
+    def _marks(self) -> tuple[int, ...]:
+        return len(self.restores), len(self._outbox)
 
     def _confirm(self) -> None:
+        super()._confirm()
         self._changed.clear()
-        self.restores.clear()
         self._committed += self._outbox
         self._outbox.clear()
 
-    def _reload(self, num_sent: int = 0, num_restores: int = 0) -> None:
-        """Undo failed transactions in memory, too. The first events and restores are of earlier transactions."""
+    def _undo(self, num_restores: int = 0, num_sent: int = 0) -> None:
+        """The first events are of earlier transactions, too."""
         del self._outbox[num_sent:]
         self.is_undone = True
         version = self.policy_version
@@ -442,34 +495,9 @@ class Store:
         kept += [row for row in rows if row is not None and not row.is_settled]
         self.episodes = {episode.id: episode for episode in sorted(kept, key=lambda episode: episode.seq)}
         self.trees = {episode_id: trees for episode_id, trees in self.trees.items() if episode_id in self.episodes}
-        while len(self.restores) > num_restores:
-            self.restores.pop()()
-
-    def defer_commits(self, on_uncommitted: Callable[[], None]) -> None:
-        """From here on the next `commit` commits a change, and the `sync` after it has the change on disk.
-
-        One commit may serve many changes. `on_uncommitted` is called when there is something to commit. A change must
-        be on disk before it is acknowledged.
-        """
-        self.file.defer_commits()
-        self.on_uncommitted = on_uncommitted
-
-    def commit(self) -> None:
-        """Commit what was written. Raises `Later` if that failed; all of it is then undone, also in memory."""
-        try:
-            self.file.commit()
-        except Later:
-            self._reload()
-            raise
-        self._confirm()
-
-    def abandon(self, error: BaseException) -> None:
-        """Undo all changes since the last commit, in memory, too. The next `commit` fails because of the error."""
-        self.file.abandon(error)
-        self._reload()
+        super()._undo(num_restores)
 
     def announce(self) -> None:
-        """Send the committed events. Call it once they are on disk."""
         committed, self._committed = self._committed, []
         for event in committed:
             self.on_event(event)
@@ -478,11 +506,6 @@ class Store:
         """Journal an event and pass it to `on_event` once it is on disk."""
         with self.transaction():
             self._outbox.append(self.journal.add_event(kind, self._clock(), body))
-
-    def probe_disk(self) -> None:
-        """Write something, which ends `file.refusal` if the disk accepts it. Raises `Later` if not."""
-        with self.transaction():
-            self.file.probe_disk()
 
     # ---- changes, inside a transaction ---------------------------------------------------------------------
 
@@ -734,6 +757,10 @@ class Leases:
                 del self._calling[episode.id]
             if episode.id in self._last_seen:
                 self.active(episode)
+
+    def calling_now(self) -> frozenset[str]:
+        """The episodes with a call."""
+        return frozenset(self._calling)
 
     def remove(self, episode: EpisodeRecord) -> Callable[[], None]:
         """Forget the lease of an ended episode. Returns a function that puts it back."""

@@ -1,0 +1,367 @@
+"""A front: a process that answers the model calls of its episodes. Started as `python -m agentjet.front`.
+
+It connects to the server, answers its requests, and ends with the connection. Agents connect to the front itself, and
+the front connects to every replica. It reads episodes and job settings in the journals of the runs, and writes calls
+into files of its own: see `Segment`.
+
+Its port is a socket that the server has opened, so agents that connect while a front is replaced wait for the next one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+import socket
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import HTTPConnection
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from agentjet.compute.remote import FrontWork, RemoteSamplers, RoutingFacts
+from agentjet.config import ServeConfig
+from agentjet.errors import ConfigError, Forbidden, Later
+from agentjet.front import inference
+from agentjet.front.calls import Calls, Tracing
+from agentjet.front.concurrency import Gate, GroupCommit
+from agentjet.front.http import (
+    HttpServer,
+    RequestLimits,
+    RunMiddleware,
+    RunScope,
+    allowed_hosts,
+    error_response,
+    key_of,
+    new_app,
+    refuse_foreign,
+    tune_python,
+    uvicorn_config,
+)
+from agentjet.front.keys import Keys
+from agentjet.front.segment import Activity, Segment
+from agentjet.processes.rpc import Answer, Link, ProcessRequest, answering
+from agentjet.rendering import Renderer
+from agentjet.swarm.facts import build
+from agentjet.swarm.journal import CallCounts, Slice
+from agentjet.timeline.batch import TrainingBatch
+from agentjet.types import DEFAULT_RUN, ModelInfo, PolicyId
+
+log = logging.getLogger(__name__)
+
+SOCKET = "AGENTJET_FRONT_SOCKET"
+"""Variable with the number of the open socket of the front's port."""
+OPEN_SECONDS = 20.0
+"""Time for the file of a front to be released by a process that is being killed."""
+PREFIX = re.compile(r"/f(\d{1,3})(?=/|$)")
+"""Path of a front behind a proxy that does not remove it."""
+
+
+# ---- messages --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class FrontSettings:
+    """What a front needs before its first run."""
+
+    index: int
+    addresses: tuple[str, ...]
+    """Base URLs of all fronts."""
+    config: ServeConfig
+    """The settings of the server. Those of the job are in the journals."""
+    clock_offset: float
+    """Unix seconds minus the monotonic clock, as the server has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """What calls of a run depend on, besides its journal."""
+
+    names: tuple[str, ...]
+    model_name: str
+    is_open: bool
+    """True if calls may be sampled now."""
+    refusal: Later | None
+    """The refusal of calls, if the engine is stopped."""
+    models: Mapping[str, ModelInfo]
+    """Loaded models by policy. Empty until all policies were up once."""
+    job_revision: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunReport:
+    """The activity of a run since the last report."""
+
+    activity: Activity
+    num_calls: int
+    """Calls whose answers are not delivered yet."""
+    busy_seconds: float
+    """Seconds since the start of the front in which a call was sampled."""
+
+
+@dataclass(frozen=True, slots=True)
+class FrontReport:
+    """What a front did since its last report."""
+
+    runs: Mapping[str, RunReport]
+    work: Mapping[PolicyId, FrontWork]
+    cpu_seconds: float
+    """CPU time since its start."""
+    lag: float
+    """Longest time in seconds that the event loop was late since the last report."""
+
+
+# ---- a run -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class FrontPolicies:
+    """See `calls.Policies`."""
+
+    run: str
+    config: ServeConfig
+    compute: RemoteSamplers
+    names: tuple[str, ...] = ()
+    model_name: str = ""
+    renderers: dict[str, Renderer] = field(default_factory=dict)
+    num_starts: int = 0
+
+    def is_of_another_run(self, error: Exception) -> bool:
+        return False
+
+
+class FrontRun:
+    """A run of a front."""
+
+    def __init__(self, segment: Segment, policies: FrontPolicies, keys: Keys, clock: Callable[[], float]) -> None:
+        self.segment = segment
+        self.policies = policies
+        self.gate = Gate()
+        self.commits = GroupCommit(segment)
+        self.calls = Calls(policies, self.commits, self.gate, Tracing(), clock)
+        self.keys = keys
+        self._revision = -1
+        self._changing = asyncio.Lock()
+
+    async def change(self, state: RunState) -> None:
+        """Applies a state. Later states wait for it."""
+        async with self._changing:
+            if state.job_revision != self._revision:
+                await asyncio.to_thread(self.segment.read_job)
+                self._revision = state.job_revision
+            renderers: dict[str, Renderer] = {}
+            for name, model in state.models.items():
+                same = [one for one in (*renderers.values(), *self.policies.renderers.values()) if one.model == model]
+                renderers[name] = same[0] if same else await asyncio.to_thread(Renderer, model)
+            policies = self.policies
+            policies.names, policies.model_name, policies.renderers = state.names, state.model_name, renderers
+            if (refusal := state.refusal) is not None:
+                self.gate.shut(lambda: refusal)
+            elif state.is_open:
+                self.gate.open()
+            else:
+                self.gate.hold()
+
+    async def drained(self) -> None:
+        """Waits until no call is inside the gate."""
+        async with self._changing:
+            pass
+        await self.gate.drained()
+
+    async def finish(self, episode_id: str) -> CallCounts | None:
+        """Ends an episode here. Returns its counts when its calls are on disk; None for one that had ended."""
+        if self.segment.is_finishing(episode_id):
+            return self.segment.finish(episode_id)
+        await self.calls.read(episode_id)
+        if lost := self.calls.undelivered(episode_id):
+            self.segment.undelivered(episode_id, lost)
+        counts = self.segment.finish(episode_id)
+        self.calls.episode_ended(episode_id)
+        await self.commits.durable()
+        return counts
+
+    def report(self) -> RunReport:
+        return RunReport(self.segment.report(), self.calls.num_active, self.gate.busy_seconds())
+
+    def batch(self, batch_id: int) -> tuple[dict[str, TrainingBatch], dict[str, float]]:
+        """See `facts.build`. Runs in a thread."""
+        with self.segment.reading_run() as journal:
+            batch = journal.stored_batch(batch_id)()
+            members = {episode_id: journal.known_episode(episode_id) for episode_id in batch.episode_ids}
+            return build(journal, batch, members, self.policies.names)
+
+    async def close(self) -> None:
+        await self.calls.close()
+        await self.commits.close()
+        self.segment.close()
+
+
+# ---- the process -----------------------------------------------------------------------------------------------------
+
+
+class Front:
+    """The state of the process."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._samplers = RemoteSamplers()
+        self._runs: dict[str, FrontRun] = {}
+        self._settings: FrontSettings | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._late = 0.0
+        self._opening = asyncio.Lock()
+
+    async def run(self) -> None:
+        """Answers requests until the connection ends, which ends the process."""
+        async for request in self._link.requests():
+            self._start(self._answer(request))  # They begin in their order.
+
+    async def _answer(self, request: ProcessRequest) -> None:
+        with answering(request, self._link.send):
+            self._link.send(Answer(request.id, await getattr(self, f"_{request.op}")(*request.args)))
+
+    @property
+    def settings(self) -> FrontSettings:
+        assert self._settings is not None, "the server sends the settings first"
+        return self._settings
+
+    def _clock(self) -> float:
+        return self.settings.clock_offset + time.monotonic()
+
+    async def _begin(self, settings: FrontSettings) -> None:
+        self._settings = settings
+        self._keys = Keys.open(settings.config.server.data_dir.resolve(), clock=self._clock)
+        self._start(self._measure_lag())
+
+    async def _listen(self) -> None:
+        """Serves the agents. The default run is open."""
+        server = self.settings.config.server
+        app = new_app(self._scope(DEFAULT_RUN), openapi_url=None)
+        app.routes.extend(inference.router.routes)
+        app.add_middleware(RunMiddleware, enter=self._enter, allowed=allowed_hosts(server))
+        app.add_middleware(FrontPrefix, settings=self.settings)
+        http = HttpServer(uvicorn_config(app, server))
+        self._start(http.serve(sockets=[socket.socket(fileno=int(os.environ[SOCKET]))]))
+        tune_python()
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _open(self, run: str, config: ServeConfig, state: RunState) -> None:
+        """Opens the file of a run, or applies another state."""
+        async with self._opening:
+            if (known := self._runs.get(run)) is None:
+                folder = config.server.data_dir.resolve() / "runs" / run
+                is_default = run == DEFAULT_RUN
+                keys = self._keys if is_default else Keys.open(folder, server=self._keys, clock=self._clock)
+                policies = FrontPolicies(run, config, self._samplers)
+                segment = await self._opened(folder, self.settings)
+                known = self._runs[run] = FrontRun(segment, policies, keys, self._clock)
+        await known.change(state)
+
+    async def _opened(self, folder: Path, settings: FrontSettings) -> Segment:
+        """The front before this one may be ending: its file is locked until then."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + OPEN_SECONDS
+        make = partial(Segment, folder, settings.index, len(settings.addresses), clock=self._clock)
+        while True:
+            try:
+                return make(address=lambda front: settings.addresses[front])
+            except ConfigError:
+                if loop.time() > deadline:
+                    raise
+                await asyncio.sleep(0.05)
+
+    async def _close(self, run: str) -> None:
+        if (known := self._runs.pop(run, None)) is not None:
+            await known.close()
+
+    async def _drained(self, run: str) -> None:
+        await self._runs[run].drained()
+
+    async def _finish(self, run: str, episode_id: str) -> CallCounts | None:
+        return await self._runs[run].finish(episode_id)
+
+    async def _resume(self, run: str, episode_id: str) -> None:
+        self._runs[run].segment.resume(episode_id)
+
+    async def _prune(self, run: str, rows: Slice) -> None:
+        self._runs[run].segment.prune(rows)
+        await self._runs[run].commits.durable()
+
+    async def _batch(self, run: str, batch_id: int) -> tuple[dict[str, TrainingBatch], dict[str, float]]:
+        return await asyncio.to_thread(self._runs[run].batch, batch_id)
+
+    async def _replicas(self, facts: RoutingFacts) -> None:
+        self._samplers.update(facts)
+
+    async def _report(self, others: Mapping[PolicyId, Mapping[str, int]]) -> FrontReport:
+        for policy, running in others.items():
+            self._samplers.others(policy, running)
+        late, self._late = self._late, 0.0
+        runs = {name: run.report() for name, run in self._runs.items()}
+        return FrontReport(runs, self._samplers.report(), time.process_time(), late)
+
+    async def _measure_lag(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            due = loop.time() + 0.05
+            await asyncio.sleep(0.05)
+            self._late = max(self._late, loop.time() - due)
+
+    def _scope(self, name: str) -> RunScope:
+        run = self._runs[name]
+        limits = RequestLimits.of(self.settings.config.server)
+        return RunScope(name, run.keys, limits, run.calls, lambda: run.segment.job, self._refuse_foreign)
+
+    def _enter(self, name: str, request: HTTPConnection) -> RunScope:
+        """See `RunMiddleware`. The answer to a stranger does not depend on the run."""
+        key = key_of(request)
+        if name in self._runs and self._runs[name].keys.knows(key):
+            return self._scope(name)
+        self._refuse_foreign(key)
+        self._keys.episode(key, 0.0)
+        raise AssertionError("no run has this key")
+
+    def _refuse_foreign(self, key: str) -> None:
+        refuse_foreign(key, [run.keys for run in self._runs.values()])
+
+
+class FrontPrefix:
+    """Middleware that removes `/f{front}` from a path, where a proxy did not, and refuses paths of other fronts."""
+
+    def __init__(self, app: ASGIApp, settings: FrontSettings) -> None:
+        self._app = app
+        self._settings = settings
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        found = PREFIX.match(scope["path"]) if scope["type"] == "http" else None
+        if found is None:
+            await self._app(scope, receive, send)
+            return
+        path, front = scope["path"][found.end() :] or "/", int(found[1])
+        if front == self._settings.index:
+            raw = scope["raw_path"].removeprefix(found[0].encode()) or b"/"
+            await self._app({**scope, "path": path, "raw_path": raw}, receive, send)
+            return
+        addresses = self._settings.addresses
+        if front < len(addresses):
+            message = f"This is front {self._settings.index}, and the path is one of front {front}: {addresses[front]}."
+        else:
+            message = f"There is no front {front} any more: the server has {len(addresses)} (server.fronts)."
+        message += (
+            " The URL of an episode is the base_url of its begin; check the proxy's rules for /f0/, /f1/ and so on."
+        )
+        await error_response(path, Forbidden(message, code="other_front"))(scope, receive, send)
+
+
+async def serve() -> None:
+    """Serves the server until its connection ends."""
+    await Front(Link.of_program()).run()
