@@ -24,7 +24,8 @@ from typing import Any
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from agentjet.compute.remote import FrontWork, RemoteSamplers, RoutingFacts
+from agentjet.compute.fleet import FrontWork, RoutingFacts
+from agentjet.compute.remote import RemoteSamplers
 from agentjet.config import ServeConfig
 from agentjet.errors import ConfigError, Forbidden, Later
 from agentjet.front import inference
@@ -209,7 +210,7 @@ class Front:
 
     def __init__(self, link: Link) -> None:
         self._link = link
-        self._samplers = RemoteSamplers()
+        self._samplers = RemoteSamplers(link.name)
         self._runs: dict[str, FrontRun] = {}
         self._settings: FrontSettings | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
