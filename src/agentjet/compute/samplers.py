@@ -139,7 +139,7 @@ class Samplers:
             info = await asyncio.shield(self.info)
             self.replicas.fleet.routes = info.routes
             async with asyncio.timeout(LOAD_SECONDS):
-                await peer.ask("load", self._policy, self._model, info, self._sampler, settings)
+                peer.address = await peer.ask("load", self._policy, self._model, info, self._sampler, settings)
         except BaseException as error:
             await peer.stop()
             if isinstance(error, TimeoutError):
