@@ -8,7 +8,9 @@
    left, and completions continue; a completion that kills every replica fails alone;
 4. the end of a front's connection cancels its completions at the replica;
 5. strangers are refused, and a front cannot change weights; ids of requests do not collide;
-6. a policy that failed or was removed fails its completions.
+6. a policy that failed or was removed fails its completions;
+7. adoption, death, suspension, scaling and cuts of connections in any order: no completion of server or fronts fails,
+   and no token is wrong.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ from functools import partial
 from typing import Any
 
 import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import rule
 
 from agentjet.compute.fleet import FrontWork, ReplicaWork
 from agentjet.compute.remote import RemoteSamplers
@@ -33,6 +37,7 @@ from agentjet.types import Sampled
 from tests.cluster.fake_replica import POLICY, Hooks, publication
 from tests.cluster.nursery import ForkServer
 from tests.cluster.scene import SLOW, Scene, all_of, complete, first, run, scene
+from tests.cluster.test_replicas import Life, live_through
 
 pytestmark = pytest.mark.usefixtures("retries_are_quick")
 
@@ -61,15 +66,24 @@ class Fronted:
             works = [pickle.loads(pickle.dumps(front.report()))[POLICY] for front in self.fronts]
             for number, work in enumerate(works):
                 self.on.fleet.heard(number, work)
-            for front, work in zip(self.fronts, works, strict=True):
-                counts = {one.name: one.load.count for one in self.on.fleet.replicas}
-                front.others(POLICY, {n: c - work.replicas[n].running for n, c in counts.items() if n in work.replicas})
+            for number, front in enumerate(self.fronts):
+                front.others(POLICY, pickle.loads(pickle.dumps(self.on.fleet.others(number))))
 
     def begin(self, front: int, count: int, *, max_tokens: int = 60) -> list[asyncio.Task[list[Sampled]]]:
         return [asyncio.create_task(self.complete(front, i, max_tokens=max_tokens)) for i in range(count)]
 
     async def complete(self, front: int, number: int = 0, **how: Any) -> list[Sampled]:
         return await complete(partial(self.fronts[front].sample, POLICY), number, **how)
+
+    def cut(self, front: int) -> None:
+        """Ends the connections of a front, as its network does."""
+        for replica in self.fronts[front]._policies[POLICY].replicas.fleet.replicas:
+            assert replica.peer is not None
+            replica.peer._writer.transport.abort()
+
+    async def close(self) -> None:
+        self.on.changed = lambda: None
+        await asyncio.gather(*(front.close() for front in self.fronts))
 
     def names(self, front: int) -> set[str]:
         """Returns the replicas that a front is connected to."""
@@ -93,8 +107,7 @@ async def fronted(
             yield found
         finally:
             reporting.cancel()
-            on.changed = lambda: None
-            await asyncio.gather(*(front.close() for front in found.fronts))
+            await found.close()
 
 
 def versions(completions: list[list[Sampled]]) -> set[int]:
@@ -187,7 +200,7 @@ def test_the_work_of_a_silent_front_ends_no_replica(server: ForkServer) -> None:
         async with fronted(server, 1, reports=False, timeout=0.3) as at:
             await at.on.serve()
             (name,) = at.on.names()
-            at.on.fleet.heard(0, FrontWork(replicas={name: ReplicaWork(running=5, num_messages=1)}))
+            at.on.fleet.heard(0, FrontWork(replicas={name: ReplicaWork(running=5, suspects=0, num_messages=1)}))
             assert at.on.fleet.replicas[0].has_work and at.on.fleet.replicas[0].load.count == 5
             await asyncio.sleep(0.8)  # More than two timeouts.
             assert at.on.names() == [name]
@@ -220,9 +233,7 @@ def test_a_cut_connection_is_made_again(server: ForkServer) -> None:
             await at.on.serve()
             tasks, names = at.begin(0, 8, max_tokens=150), set(at.on.names())
             await at.on.until(lambda: at.fronts[0].report()[POLICY].tokens > 0)
-            for replica in at.fronts[0]._policies[POLICY].replicas.fleet.replicas:
-                assert replica.peer is not None
-                replica.peer._writer.transport.abort()
+            at.cut(0)
             await all_of(tasks)
             assert at.fronts[0].report()[POLICY].resumed == 8
             assert at.names(0) == names and at.on.born.num_started == 2
@@ -292,6 +303,30 @@ def test_ids_of_processes_do_not_collide() -> None:
     live = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     first_ids = [process.communicate("\n")[0] for process in live]
     assert [int(id) for id in first_ids] == [process.pid for process in live]
+
+
+class FrontedLife(Life):
+    """As `Life`. A third of the completions are the server's own."""
+
+    def started(self) -> None:
+        self._at = Fronted(self.on, 2)
+        self._stack.push_async_callback(self._at.close)
+        self._stack.callback(asyncio.create_task(self._at.report()).cancel)
+
+    def completions(self, count: int, *, max_tokens: int = 60) -> list[asyncio.Task[list[Sampled]]]:
+        by_fronts = (self._at.begin(front, count, max_tokens=max_tokens) for front in range(2))
+        return [*self.on.begin(count, max_tokens=max_tokens), *(task for tasks in by_fronts for task in tasks)]
+
+    @rule(front=st.integers(0, 1))
+    def cut(self, front: int) -> None:
+        async def cut() -> None:
+            self._at.cut(front)
+
+        self._do(cut())
+
+
+def test_fronts_in_any_order_of_events(server: ForkServer) -> None:
+    live_through(lambda: FrontedLife(server))
 
 
 def test_a_policy_without_replicas_fails_its_completions(server: ForkServer) -> None:

@@ -23,7 +23,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from agentjet.compute.fleet import FrontWork, RoutingFacts
+from agentjet.compute.fleet import FrontWork, Others, RoutingFacts
 from agentjet.compute.protocol import CAPABILITIES, EMBEDDED, Capabilities, LossSpec, Outputs
 from agentjet.compute.ranks import COMPUTE_VARIABLES, STATES, Ranks, Room
 from agentjet.compute.samplers import (
@@ -282,10 +282,13 @@ class ProcessCompute:
             if hosted.samplers is not None:
                 hosted.samplers.front_gone(front)
 
-    def others(self, front: int) -> dict[PolicyId, dict[str, int]]:
-        """Returns the completions that other processes have at each replica, by policy, for `RemoteSamplers.others`."""
+    def others(self, front: int) -> dict[PolicyId, dict[str, Others]]:
+        """Returns the work of other processes at each replica, by policy, for `RemoteSamplers.others`.
+
+        A front needs it after each report: work that lost a replica waits for it.
+        """
         found = {policy: hosted.samplers for policy, hosted in self.policies.items()}
-        return {policy: samplers.others(front) for policy, samplers in found.items() if samplers is not None}
+        return {policy: one.replicas.fleet.others(front) for policy, one in found.items() if one is not None}
 
     async def close(self) -> None:
         if self._autoscaling is not None:

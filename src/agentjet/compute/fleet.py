@@ -110,6 +110,11 @@ class Load:
         """Completions that the replica has, those of other processes included."""
         return len(self.running) + self.others
 
+    @property
+    def num_suspects(self) -> int:
+        """Completions of this process that lost their last replica and got no token since."""
+        return sum(work.losses > 0 for work in self.running)
+
     def add(self, work: RoutedCompletion) -> None:
         self.running.add(work)
         self._remember(work)
@@ -200,6 +205,8 @@ class ReplicaHandle(RoutedReplica):
         """The error of the last attempt, if it failed."""
         self.fronts: dict[int, tuple[ReplicaWork, float]] = {}
         """The work that fronts have there, and the times at which they reported it."""
+        self.suspecting: dict[int, None] = {}
+        """The fronts with suspects there, in the order of their reports: the first one may have them sampled."""
 
     @property
     def version(self) -> int | None:
@@ -295,8 +302,20 @@ class ReplicaWork:
 
     running: int
     """Completions and scorings."""
+    suspects: int
+    """Those of them that lost their last replica and got no token since. They may wait for `Others.may_risk`."""
     num_messages: int
     """Messages that the front received from it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Others:
+    """The work that other processes have at a replica, for a front."""
+
+    running: int = 0
+    """Completions and scorings."""
+    may_risk: bool = False
+    """True if the front may have its suspects sampled: no other process has some that were there before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,6 +405,9 @@ class RoutedFleet:
                 self.end(replica, f"reported tokens of version {version}, which it does not have", cause="replica")
                 continue
             await self._pulse.wait()
+
+    async def claim(self, replica: RoutedReplica) -> None:
+        """Wait until the replica has no suspects of other processes, or ended. Work with losses has a place there."""
 
     def ended_alone(self, end: End, seconds: float) -> bool:
         """True if no other replica ended within so many seconds, before or after."""
@@ -501,11 +523,25 @@ class Fleet(RoutedFleet):
         for replica in self.replicas:
             if (reported := work.replicas.get(replica.name)) is None:
                 replica.fronts.pop(front, None)
+                replica.suspecting.pop(front, None)
             else:
                 replica.fronts[front] = reported, now
+                if reported.suspects:
+                    replica.suspecting.setdefault(front)
+                else:
+                    replica.suspecting.pop(front, None)
             replica.load.others = sum(one.running for one, _ in replica.fronts.values())
             if (why := work.faults.get(replica.name)) is not None:
                 self.end(replica, why, cause="replica")
+
+    def others(self, front: int) -> dict[str, Others]:
+        """Returns the work that other processes than a front have at each replica, by its name."""
+        found = {}
+        for replica in self.replicas:
+            own = replica.fronts[front][0].running if front in replica.fronts else 0
+            may_risk = next(iter(replica.suspecting), None) == front and not replica.load.num_suspects
+            found[replica.name] = Others(replica.load.count - own, may_risk)
+        return found
 
     async def publish(self, publication: Publication, *, in_turns: bool = False) -> None:
         """Let the replicas adopt a publication; returns when no replica serves an older one and one serves this one.

@@ -11,6 +11,7 @@ to the front, and is still listed, gets a new one.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
@@ -24,6 +25,7 @@ from agentjet.compute.fleet import (
     Changed,
     FrontWork,
     Load,
+    Others,
     ReplicaFacts,
     ReplicaWork,
     RoutedFleet,
@@ -40,6 +42,10 @@ log = logging.getLogger(__name__)
 
 MAX_DIALS = 8
 """Replicas to which a front connects at a time. One on a machine that vanished takes 10 s."""
+
+
+CLAIM_SECONDS = 5.0
+"""Longest wait of a completion that lost its replica until the server lets it risk another one."""
 
 
 class RemoteReplica(RoutedReplica):
@@ -71,8 +77,8 @@ class RemoteFleet(RoutedFleet):
         self.facts = RoutingFacts(policy)
         self.faults: dict[str, str] = {}
         """Listed replicas that must be ended, and why."""
-        self.others: Mapping[str, int] = {}
-        """Completions that other processes have at replicas, by name."""
+        self._others: Mapping[str, Others] = {}
+        """The work of other processes at replicas, by name."""
         self._connect = connect
         self._listed: dict[tuple[str, str], ReplicaFacts] = {}
         """By name and address: another fleet of the policy may use a name again."""
@@ -99,10 +105,22 @@ class RemoteFleet(RoutedFleet):
                 self._lives[key] = asyncio.create_task(self._live(key))
         self._change()
 
-    def set_others(self, others: Mapping[str, int]) -> None:
-        self.others = others
+    def set_others(self, others: Mapping[str, Others]) -> None:
+        """Take the work that other processes have at replicas, by name."""
+        self._others = others
         for replica in self.replicas:
-            replica.load.others = others.get(replica.name, 0)
+            replica.load.others = self._others_at(replica.name).running
+        self._change()
+
+    def _others_at(self, name: str) -> Others:
+        return self._others.get(name, Others())
+
+    async def claim(self, replica: RoutedReplica) -> None:
+        """Wait until the server granted the replica: else a completion that crashes replicas harms those of others."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLAIM_SECONDS):
+                while not (self._others_at(replica.name).may_risk or replica.end.done()):
+                    await self._pulse.wait()
 
     def end(self, replica: RoutedReplica, why: str, *, cause: Cause, hung: bool = False) -> None:
         """Leave a replica. One that is at fault is reported, and the server ends it."""
@@ -113,7 +131,7 @@ class RemoteFleet(RoutedFleet):
     def work(self) -> dict[str, ReplicaWork]:
         """Returns the work of each connected replica."""
         return {
-            one.name: ReplicaWork(len(one.load.running), one.peer.num_messages)
+            one.name: ReplicaWork(len(one.load.running), one.load.num_suspects, one.peer.num_messages)
             for one in self.replicas
             if one.peer is not None
         }
@@ -131,7 +149,7 @@ class RemoteFleet(RoutedFleet):
                     log.warning("%s cannot be reached at %s: %s", *key, error)
                 continue
             load = Load(self.facts.num_places, self.facts.cache_tokens)
-            load.others = self.others.get(key[0], 0)
+            load.others = self._others_at(key[0]).running
             replica = self._connected[key] = RemoteReplica(self._listed[key], load, peer)
             peer.died.add_done_callback(partial(self._lost, replica))
             self._change()
@@ -178,11 +196,10 @@ class RemoteSamplers:
             self.update(RoutingFacts(policy, failure=_removed(policy)))
             del self._policies[policy]
 
-    def others(self, policy: PolicyId, counts: Mapping[str, int]) -> None:
-        """Take the number of completions that other processes have at each replica, by its name."""
-        if (found := self._policies.get(policy)) is not None:
-            found.replicas.fleet.set_others(counts)
-            found.replicas.assign()
+    def others(self, policy: PolicyId, others: Mapping[str, Others]) -> None:
+        """Take the work that other processes have at each replica, by its name."""
+        if policy in self._policies:
+            self._policies[policy].replicas.fleet.set_others(others)
 
     def report(self) -> dict[PolicyId, FrontWork]:
         """Returns the present work, and what was counted since the last report."""

@@ -137,14 +137,6 @@ class Samplers:
             self.heard(front, FrontWork())
             del self._fronts[front]
 
-    def others(self, front: int) -> dict[str, int]:
-        """Returns the completions that other processes than a front have at each replica, by its name."""
-        own = self._fronts.get(front, FrontWork()).replicas
-        return {
-            one.name: one.load.count - (own[one.name].running if one.name in own else 0)
-            for one in self.replicas.fleet.replicas
-        }
-
     @property
     def num_waiting(self) -> int:
         """Completions and scorings that wait for a place at a replica, here or in fronts."""
@@ -354,6 +346,12 @@ class Replicas(Generic[AnyFleet]):
         """Wait for a place at a live replica; returns it. Raises the failure of the policy, or `PolicyRemoved`."""
         while True:
             replica = await self._next_place(work)
+            try:
+                if work.losses:
+                    await self.fleet.claim(replica)
+            except asyncio.CancelledError:
+                self._leave(replica, work)
+                raise
             if replica.is_ready:
                 return replica
             self._leave(replica, work)  # It died since it got the work.
