@@ -19,6 +19,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal, Self
 
@@ -27,7 +28,7 @@ import numpy as np
 from agentjet.compute.weights import Publication
 from agentjet.config import ComputeConfig, ModelConfig, SamplerConfig
 from agentjet.errors import AgentJetError, ComputeError, GrammarError, OutOfCache
-from agentjet.processes.rpc import Answer, Link, ProcessRequest
+from agentjet.processes.rpc import LEAVE, Answer, Link, ProcessRequest, admit_fronts
 from agentjet.timeline.forest import encode_set
 from agentjet.timeline.routes import Routes, unpack
 from agentjet.types import FinishReason, ModelInfo, PolicyId, RouteShape, Sampled, SamplingParams, TokenScore
@@ -49,10 +50,11 @@ Point = Literal[
     "sent",
     "score",
     "cancel",
+    "leave",
 ]
 """Places in the code. `adopt`: the request arrived. `paused`: nothing is sampled, the old version is loaded. `adopted`:
 the new version is loaded, nothing is answered. `resumed`: the answer was sent. `suspended`: no weights are loaded,
-nothing is answered. `token`: sampled, not sent."""
+nothing is answered. `token`: sampled, not sent. `leave`: the connection of a front ended."""
 
 
 @dataclass(frozen=True)
@@ -160,6 +162,7 @@ def _bytes(tokens: Sequence[int]) -> bytes:
 @dataclass(eq=False)
 class _Completion:
     id: int
+    link: Link
     context: bytes
     params: SamplingParams
     num_tokens: int = 0
@@ -177,7 +180,7 @@ class FakeReplica:
     def __init__(self, link: Link, hooks: Hooks) -> None:
         self._link = link
         self._hooks = hooks
-        self._inbox: queue.SimpleQueue[ProcessRequest] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[Link, ProcessRequest]] = queue.SimpleQueue()
         self._passages: Counter[str] = Counter()
         self._info: ModelInfo | None = None
         self._settings = SamplerConfig()
@@ -188,18 +191,24 @@ class FakeReplica:
         self._is_suspended = False
 
     def run(self) -> None:
-        self._link.read_forever(self._inbox.put)
+        def deliver(link: Link, request: ProcessRequest) -> None:
+            self._inbox.put((link, request))
+
+        self._address = admit_fronts(self._link, deliver).address
+        self._link.read_forever(partial(deliver, self._link))
         while True:
             while self._running and self._inbox.empty() and not self._is_suspended:
                 self._step()
-            request = self._inbox.get()
+            link, request = self._inbox.get()
+            is_about_completions = request.op in ("sample", "cancel", LEAVE)
+            args = (link, *request.args) if is_about_completions else request.args
             try:
-                result = getattr(self, f"_{request.op}")(*request.args)
+                result = getattr(self, f"_{request.op}")(*args)
             except AgentJetError as error:
-                self._link.send(Answer(request.id, error=error))
+                link.send(Answer(request.id, error=error))
             else:
-                if request.op not in ("sample", "cancel"):
-                    self._link.send(Answer(request.id, result))
+                if not is_about_completions:
+                    link.send(Answer(request.id, result))
                     if request.op == "adopt":
                         self._pass("resumed")
 
@@ -217,9 +226,10 @@ class FakeReplica:
         first, _, begin = self._hooks.fail_from.partition(":")
         return first == point and int(begin) <= self._passages[point] <= int(self._hooks.fail_to.partition(":")[2])
 
-    def _load(self, model: ModelConfig, info: ModelInfo, sampler: SamplerConfig, compute: ComputeConfig) -> None:
+    def _load(self, model: ModelConfig, info: ModelInfo, sampler: SamplerConfig, compute: ComputeConfig) -> str:
         self._pass("load")
         self._info, self._settings = info, sampler
+        return self._address
 
     def _adopt(self, publication: Publication) -> list[float]:
         self._pass("adopt")
@@ -241,7 +251,7 @@ class FakeReplica:
         self._is_suspended = True
         self._pass("suspended")
 
-    def _sample(self, id: int, tokens: np.ndarray, params: SamplingParams, num_sampled: int) -> None:
+    def _sample(self, link: Link, id: int, tokens: np.ndarray, params: SamplingParams, num_sampled: int) -> None:
         self._pass("sample")
         assert self._info is not None and self._version is not None, "sampled before it was loaded and adopted"
         assert 0 <= num_sampled < len(tokens) and params.max_tokens > 0
@@ -251,11 +261,15 @@ class FakeReplica:
             raise OutOfCache(f"{len(tokens)} prompt tokens + max_tokens = {params.max_tokens} exceed the context")
         if params.grammar == "bad":
             raise GrammarError("the sampler cannot follow the grammar")
-        self._running.append(_Completion(id, _bytes(tokens), params, num_routed=params.routes_from or 0))
+        self._running.append(_Completion(id, link, _bytes(tokens), params, num_routed=params.routes_from or 0))
 
-    def _cancel(self, id: int) -> None:
+    def _cancel(self, link: Link, id: int) -> None:
         self._pass("cancel")
-        self._running = deque(one for one in self._running if one.id != id)
+        self._running = deque(one for one in self._running if (one.link, one.id) != (link, id))
+
+    def _leave(self, link: Link) -> None:
+        self._pass("leave")
+        self._running = deque(one for one in self._running if one.link is not link)
 
     def _score(self, tokens: np.ndarray, num_likeliest: int) -> list[TokenScore]:
         self._pass("score")
@@ -289,7 +303,7 @@ class FakeReplica:
         support = tuple(_support(token, completion.params) for token in completion.tokens)
         piece = Sampled(tuple(completion.tokens), tuple(completion.logprobs), self._version, reason)
         piece = piece._replace(support=support if any(support) else (), routes=self._routes(completion))
-        self._link.send([(completion.id, piece)])
+        completion.link.send([(completion.id, piece)])
         completion.tokens, completion.logprobs = [], []
         self._pass("sent")
 

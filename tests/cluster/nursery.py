@@ -108,7 +108,7 @@ class Nursery:
             raise self.fail_start.pop(0)
         peer = await self.connect(name, self.hooks(self.num_started))
         try:
-            await peer.ask("load", PolicyId(), ModelConfig(), INFO, self._settings, ComputeConfig())
+            peer.address = await peer.ask("load", PolicyId(), ModelConfig(), INFO, self._settings, ComputeConfig())
         except BaseException:
             await peer.stop()
             raise

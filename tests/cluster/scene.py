@@ -6,10 +6,9 @@ import asyncio
 import signal
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import Any
 
-from agentjet.compute.fleet import Fleet
+from agentjet.compute.fleet import Changed, Fleet
 from agentjet.compute.samplers import Replicas, derived_seed
 from agentjet.config import SamplerConfig
 from agentjet.processes.rpc import Peer
@@ -27,6 +26,21 @@ def run(test: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(test, PATIENCE))
 
 
+async def complete(
+    sample: Callable[[Sequence[int], SamplingParams], AsyncGenerator[Sampled, None]],
+    number: int,
+    *,
+    max_tokens: int = 60,
+    prompt: Sequence[int] = (),
+) -> list[Sampled]:
+    """Returns the pieces of a right completion."""
+    tokens = prompt or range(number, number + 70)
+    params = SamplingParams(max_tokens=max_tokens, seed=number, piece_tokens=4, routes_from=number % 9)
+    pieces = [piece async for piece in sample(tokens, params)]
+    assert mistakes(tokens, params, pieces, derived_seed) == []
+    return pieces
+
+
 class Scene:
     """Replicas, and completions that are checked token by token."""
 
@@ -34,8 +48,20 @@ class Scene:
         self.born = born
         self.adopting = 0
         self.most_adopting = 0
-        explain = lambda name: born.explain(name)  # noqa: E731
-        self.replicas = Replicas(partial(Fleet, POLICY, self._start, count, limits, timeout=timeout, explain=explain))
+        self.changed: Callable[[], None] = lambda: None
+        """Called at each change of the fleet."""
+
+        def make_fleet(assign: Changed) -> Fleet:
+            def changed() -> None:
+                assign()
+                self.changed()
+
+            return Fleet(
+                POLICY, self._start, count, limits, changed,
+                timeout=timeout, explain=lambda name: born.explain(name), secret=born.supervisor.secret,
+            )  # fmt: skip
+
+        self.replicas = Replicas(make_fleet)
         self.fleet = self.replicas.fleet
         self.fleet.routes = ROUTES
 
@@ -62,11 +88,7 @@ class Scene:
 
     async def complete(self, number: int = 0, *, max_tokens: int = 60, prompt: Sequence[int] = ()) -> list[Sampled]:
         """Returns the pieces of a right completion."""
-        tokens = prompt or range(number, number + 70)
-        params = SamplingParams(max_tokens=max_tokens, seed=number, piece_tokens=4, routes_from=number % 9)
-        pieces = [piece async for piece in self.replicas.sample(tokens, params)]
-        assert mistakes(tokens, params, pieces, derived_seed) == []
-        return pieces
+        return await complete(self.replicas.sample, number, max_tokens=max_tokens, prompt=prompt)
 
     def begin(self, count: int, *, max_tokens: int = 60) -> list[asyncio.Task[list[Sampled]]]:
         return [asyncio.create_task(self.complete(i, max_tokens=max_tokens)) for i in range(count)]
@@ -80,14 +102,14 @@ class Scene:
             await asyncio.sleep(0.002)
 
     def names(self, state: str = "") -> list[str]:
-        return [one.name for one in self.replicas.status() if state in ("", one.state)]
+        return [one.name for one in self.fleet.status() if state in ("", one.state)]
 
     @property
-    def resumed(self) -> float:
-        return self.replicas.metrics()["sampler/resumed"]
+    def resumed(self) -> int:
+        return self.replicas.num_resumed
 
     def versions(self) -> list[int | None]:
-        return [one.version for one in self.replicas.status()]
+        return [one.version for one in self.fleet.status()]
 
 
 @asynccontextmanager

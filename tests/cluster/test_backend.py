@@ -6,7 +6,8 @@ Pinned here:
 3. ranks that disagree are ended, and so is a group whose rank does not answer;
 4. `publish` reaches the replicas, but not for versions that are applied again; a learner that dies ends it;
 5. settings that cannot be honoured are refused by name, with what would fit;
-6. removing a policy fails its requests with `PolicyRemoved` and ends its processes.
+6. the work of fronts counts as that of the server: in the status, the metrics and the number of samplers;
+7. removing a policy fails its requests with `PolicyRemoved` and ends its processes.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import pytest
 
 from agentjet.compute import backend, ranks, samplers
 from agentjet.compute.backend import Hosted, ProcessCompute
+from agentjet.compute.fleet import FrontWork, Others, ReplicaWork
 from agentjet.compute.samplers import StepMeter, check_gpus, sampler_python
 from agentjet.config import ComputeConfig, ModelConfig, OptimizerConfig, ServeConfig
 from agentjet.errors import AgentJetError, CheckpointError, ComputeError, ConfigError, PolicyRemoved, WorkerDied
@@ -133,6 +135,8 @@ class ThreadLauncher:
     def replica(self, request: ProcessRequest) -> Any:
         if request.op == "adopt":
             return list(request.args[0].probe_logprobs)
+        if request.op == "load":
+            return "127.0.0.1:9"
         return Sampled((7,), (-0.5,), self.version, "stop") if request.op == "sample" else None
 
 
@@ -436,6 +440,47 @@ async def test_samplers_are_scaled_within_the_cores_without_gpus(
         with pytest.raises(ConfigError, match="samplers = 50: at most 3 replicas fit the CPU cores of this machine"):
             await compute.scale(POLICY, SamplerBounds(50, 50))
         await compute.scale(POLICY, SamplerBounds(3, 50))
+
+
+async def test_the_work_of_fronts_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "OBSERVE_SECONDS", 3600)  # The test observes.
+    async with cluster(tmp_path) as (compute, _):
+        changed: list[PolicyId] = []
+        compute.on_replicas = changed.append
+        await compute.add(POLICY, ModelConfig(), settings=settings(samplers="1..8"))
+        assert compute.replicas(POLICY).replicas == () and compute.replicas(POLICY).failure is None
+        await compute.publish(POLICY, 3)
+        facts, name = compute.replicas(POLICY), "default/policy/replica-1"
+        assert [(one.name, one.address, one.version, one.is_ready) for one in facts.replicas] == [
+            (name, "127.0.0.1:9", 3, True)
+        ]
+        assert set(changed) == {POLICY} and (facts.num_places, facts.routes) == (80, INFO.routes)
+        compute.heard(1, {POLICY: FrontWork(70, 5, 2, {name: ReplicaWork(60, 1, 9)})})
+        compute.heard(2, {POLICY: FrontWork(0, 5, 1, {name: ReplicaWork(3, 1, 9)})})
+        compute.heard(3, {})
+        found, (*_, replica) = compute.samplers(POLICY), compute.processes(POLICY)
+        assert found is not None and (found.running, found.waiting, replica.completions) == (63, 70, 63)
+        assert [compute.others(front)[POLICY][name] for front in (1, 2, 3)] == [
+            Others(3, may_risk=True),
+            Others(60, may_risk=False),
+            Others(63, may_risk=False),
+        ]
+        hosted = compute.policies[POLICY]
+        assert hosted.samplers is not None
+        for _ in range(samplers.RISE_SECONDS):
+            await compute.observe(POLICY, hosted, hosted.samplers)
+        assert hosted.samplers.replicas.fleet.count == min(3, samplers.most_on_cpus(hosted.settings))
+        for _ in range(2):
+            compute.front_gone(1)
+        assert (found := compute.samplers(POLICY)) is not None and (found.running, found.waiting) == (3, 0)
+        assert compute.others(2)[POLICY][name] == Others(0, may_risk=True)
+        assert (await compute.publish(POLICY, 4))["sampler/resumed"] == 3
+        compute.heard(2, {POLICY: FrontWork(faults={name: "reported wrong routes"})})
+        assert name not in {one.name for one in compute.replicas(POLICY).replicas}
+        await compute.remove(POLICY)
+        assert isinstance(compute.replicas(POLICY).failure, PolicyRemoved)
+        compute.heard(2, {POLICY: FrontWork()})
+        assert compute.others(2) == {}
 
 
 async def test_the_number_of_samplers_follows_the_completions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

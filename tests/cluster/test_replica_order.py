@@ -7,7 +7,9 @@
 5. tokens are sent when they are old enough, though the piece is not full;
 6. tokens whose log-probability is not finite fail their completion;
 7. an environment without vLLM is named, with the command that makes one;
-8. an engine that dies ends the process, also while it loads weights.
+8. an engine that dies ends the process, also while it loads weights;
+9. a front gets its own tokens, those of new weights after the answer to `adopt`; it cannot change weights, and its end
+   cancels its completions alone.
 """
 
 from __future__ import annotations
@@ -27,9 +29,9 @@ from agentjet.compute.vllm import replica
 from agentjet.compute.vllm.replica import ReplicaServer, start_vllm
 from agentjet.compute.weights import Publication
 from agentjet.config import ComputeConfig, ModelConfig, SamplerConfig
-from agentjet.errors import ComputeError, ConfigError
+from agentjet.errors import ComputeError, ConfigError, WorkerDied
 from agentjet.processes import guardian
-from agentjet.processes.rpc import Answer, Link, ProcessRequest
+from agentjet.processes.rpc import Answer, Link, Peer, ProcessRequest, dial
 from agentjet.types import ModelInfo, PolicyId, Sampled, SamplingParams, TokenScore
 
 pytestmark = pytest.mark.anyio
@@ -58,6 +60,8 @@ class FakeEngine:
 
     def __init__(self) -> None:
         self.deltas: asyncio.Queue[FakeDelta] = asyncio.Queue()
+        self.running: set[int] = set()
+        """Ids of the completions that are sampled."""
         self.may_score = asyncio.Event()
         self.death: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         self.done: list[str] = []
@@ -68,12 +72,16 @@ class FakeEngine:
     async def check(self, *_: Any) -> None:
         pass
 
-    async def sample(self, *_: Any) -> AsyncGenerator[FakeDelta]:
-        while True:
-            found = await self.deltas.get()
-            yield found
-            if found.ended:
-                return
+    async def sample(self, id: int, *_: Any) -> AsyncGenerator[FakeDelta]:
+        self.running.add(id)
+        try:
+            while True:
+                found = await self.deltas.get()
+                yield found
+                if found.ended:
+                    return
+        finally:
+            self.running.discard(id)
 
     async def queue_score(
         self, tokens: Any, num_likeliest: int, *, comes_first: bool
@@ -104,6 +112,10 @@ class FakeLink(Link):
         self.sent: list[Any] = []
         self.deliver: Callable[[ProcessRequest], object] = lambda request: None
         self.changed = asyncio.Event()
+
+    @property
+    def local_host(self) -> str:
+        return "127.0.0.1"
 
     def exit(self, code: int) -> None:
         self.send(f"exit code {code}")
@@ -138,7 +150,7 @@ class Scene:
         self.ask("load", ModelConfig(), INFO, SamplerConfig(), ComputeConfig())
         self.engine.may_score.set()
         self.ask("adopt", self.publication(0))
-        await self.link.until(2)
+        self.address: str = (await self.link.until(2))[0].result
         self.link.sent.clear()
         self.engine.may_score.clear()
         return self
@@ -160,6 +172,11 @@ class Scene:
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(b"weights")
         return Publication(version, "127.0.0.1:1", str(path), 7, "", "float32", (5, 6, 7), (-2.0, -2.0))
+
+    async def front(self) -> Peer:
+        """Connect as a front."""
+        connection = await asyncio.to_thread(dial, self.address, "front", b"")
+        return Peer("replica", *await asyncio.open_connection(sock=connection))
 
     async def yielded(self, *deltas: FakeDelta) -> None:
         """Let the engine yield these, and the replica handle them."""
@@ -202,6 +219,42 @@ async def test_tokens_stand_on_their_side_of_the_answer_to_adopt(tmp_path: Path)
             (id, Sampled((2,), (-1.0,), 7, "stop")),
         ]
         assert scene.engine.done[-4:] == ["pause", "load", "queue probe", "resume 7"]
+
+
+async def test_fronts_get_their_tokens_after_the_answer_to_adopt_and_change_no_weights(tmp_path: Path) -> None:
+    async with Scene(tmp_path) as scene, asyncio.timeout(60):
+        front, other = [await scene.front() for _ in range(2)]
+
+        async def begin(peer: Peer) -> tuple[AsyncGenerator[Sampled, None], asyncio.Task[Sampled]]:
+            count, tokens = len(scene.engine.running), np.array([5, 6], np.int32)
+            pieces = peer.sample(PolicyId(), tokens, SamplingParams(max_tokens=9, piece_tokens=2), 0)
+            first = asyncio.create_task(pieces.__anext__())
+            while len(scene.engine.running) == count:
+                await asyncio.sleep(0)
+            return pieces, first
+
+        pieces, first = await begin(front)
+        adopting = scene.ask("adopt", scene.publication(7))
+        while scene.engine.done.count("resume 7") < 1:
+            await asyncio.sleep(0)
+        await scene.yielded(delta(10, 11, version=7))
+        for op in ("load", "adopt", "suspend", "leave"):
+            with pytest.raises(ComputeError, match=f"front may not request '{op}': only the server may"):
+                await front.ask(op)
+        assert not first.done() and scene.link.sent == []
+        scene.engine.may_score.set()
+        assert await scene.link.until(1) == [Answer(adopting, [-2.0, -2.0])]
+        assert await first == Sampled((10, 11), (-1.0, -1.0), 7)
+        _, theirs = await begin(other)
+        other.close()
+        with pytest.raises(WorkerDied):
+            await theirs
+        while scene.engine.running != set(front.pending):
+            await asyncio.sleep(0)
+        await scene.yielded(delta(2, version=7))
+        assert await anext(pieces) == Sampled((2,), (-1.0,), 7, "stop")
+        assert len(scene.link.sent) == 1
+        front.close()
 
 
 async def test_no_piece_is_longer_than_asked(tmp_path: Path) -> None:

@@ -103,6 +103,12 @@ class Life(RuleBasedStateMachine):
         self._publishes: list[asyncio.Task[None]] = []
         self._tasks: list[asyncio.Task[list[Sampled]]] = []
 
+    def started(self) -> None:
+        """Called when replicas start."""
+
+    def completions(self, count: int, *, max_tokens: int = 60) -> list[asyncio.Task[list[Sampled]]]:
+        return self.on.begin(count, max_tokens=max_tokens)
+
     def _do(self, work: Coroutine[Any, Any, Any]) -> Any:
         return self._loop.run_until_complete(asyncio.wait_for(work, 30))
 
@@ -113,8 +119,9 @@ class Life(RuleBasedStateMachine):
             self.on = await self._stack.enter_async_context(
                 scene(self._server, count, hooks=lambda n: hooks, timeout=0.5)
             )
+            self.started()
             await self.on.serve()
-            self._tasks += self.on.begin(6, max_tokens=150)
+            self._tasks += self.completions(6, max_tokens=150)
 
         self._count = count
         self._do(begin())
@@ -122,7 +129,7 @@ class Life(RuleBasedStateMachine):
     @rule(count=st.integers(1, 4))
     def begin(self, count: int) -> None:
         async def begin() -> None:
-            self._tasks += self.on.begin(count, max_tokens=80)
+            self._tasks += self.completions(count, max_tokens=80)
 
         self._do(begin())
 
@@ -185,7 +192,7 @@ class Life(RuleBasedStateMachine):
                 await all_of(self._tasks)
                 await asyncio.gather(*self._publishes)
                 while self.on.versions() != [self._version] * self._count:
-                    await all_of(self.on.begin(4))  # One that was stopped needs work to be noticed.
+                    await all_of(self.completions(4))  # One that was stopped needs work to be noticed.
                 assert not self.on.fleet.failed.done()
             finally:
                 await self._stack.aclose()
@@ -195,13 +202,17 @@ class Life(RuleBasedStateMachine):
 
 
 def test_replicas_adopt_die_and_are_suspended_in_any_order(server: ForkServer) -> None:
+    live_through(lambda: Life(server))
+
+
+def live_through(make: Callable[[], Life]) -> None:
     limits = settings(
         max_examples=15,
         stateful_step_count=8,
         deadline=None,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
     )
-    run_state_machine_as_test(lambda: Life(server), settings=limits)  # type: ignore[no-untyped-call]
+    run_state_machine_as_test(make, settings=limits)  # type: ignore[no-untyped-call]
 
 
 # ---- completions ----------------------------------------------------------------------------------------------------

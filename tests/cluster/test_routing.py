@@ -3,7 +3,8 @@
 1. the one with the longest known prefix; among equals the one with the least to do;
 2. a prefix that all completions share does not send all of them to one replica;
 3. a replica with all places taken gets nothing; new weights forget the prefixes of what does not run;
-4. work that lost a replica is alone of its kind on the next one.
+4. work that lost a replica is alone of its kind on the next one;
+5. completions of other processes count, but a process may have a share of the places beside them.
 """
 
 from __future__ import annotations
@@ -93,3 +94,19 @@ def test_work_that_lost_a_replica_is_alone_of_its_kind() -> None:
     assert choose(among, work(range(5), losses=2)) == "b"
     among["b"].add(work(range(5), losses=1))
     assert choose(among, work(range(5), losses=1)) is None
+
+
+def test_completions_of_other_processes_count() -> None:
+    among = loads("a", "b", places=16)
+    among["a"].others = 9
+    assert choose(among, work(range(5))) == "b", "it is less busy"
+    for load in among.values():
+        load.others = 16
+    for _ in range(4):
+        chosen = choose(among, work(range(5)))
+        assert chosen is not None
+        among[chosen].add(work(range(5)))
+    assert [len(load.running) for load in among.values()] == [2, 2], "an eighth of 16 places, beside all"
+    assert choose(among, work(range(5))) is None
+    among["b"].others = 11
+    assert choose(among, work(range(5))) == "b"

@@ -6,7 +6,8 @@
 4. a machine that vanishes is noticed within seconds: keepalive at both ends;
 5. the end of a connection is the death of the process, and the process ends with its connection;
 6. a message that cannot be read ends the connection, and not only the task that read it;
-7. a large request is encoded in a thread, and sent in small parts.
+7. a large request is encoded in a thread, and sent in small parts;
+8. a front that reads nothing delays no one: its messages wait, in order, and beyond a limit its connection ends.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from agentjet.processes.rpc import (
     IDS,
     PART_BYTES,
     Answer,
+    FrontLink,
     LargeRequest,
     Link,
     Peer,
@@ -410,6 +412,26 @@ async def test_a_large_request_is_encoded_in_a_thread_and_sent_in_small_parts() 
             assert request.op == "load_batch" and (request.args[1] == numbers).all()
             connection.sendall(encode(Answer(request.id, "loaded")))
             assert await asked == "loaded" and not peer.pending
+
+
+def test_a_front_that_reads_nothing_delays_no_one() -> None:
+    ours, theirs = socket.socketpair()
+    delivered, left = [], threading.Event()
+
+    def deliver(link: Link, request: ProcessRequest) -> None:
+        delivered.append(request.op)
+        left.set()
+
+    front, body = FrontLink(ours, "front", b"", deliver), bytes(2**16)
+    with theirs, theirs.makefile("rb") as stream:
+        for _ in range(2):
+            for id in range(1, 300):
+                front.send(Answer(id, body))
+            assert [read(stream).id for _ in range(1, 300)] == list(range(1, 300))
+        for _ in range(rpc.MAX_UNSENT_BYTES // len(body) + 100):
+            front.send(Answer(1, body))
+        assert left.wait(PATIENCE) and delivered == ["leave"]
+        front.send(Answer(1))
 
 
 # ---- processes ------------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from agentjet.compute.fleet import FrontWork, Others, RoutingFacts
 from agentjet.compute.protocol import CAPABILITIES, EMBEDDED, Capabilities, LossSpec, Outputs
 from agentjet.compute.ranks import COMPUTE_VARIABLES, STATES, Ranks, Room
 from agentjet.compute.samplers import (
@@ -123,6 +124,8 @@ class ProcessCompute:
         """The workers that new policies get, by name."""
         self.policies: dict[PolicyId, Hosted] = {}
         self._autoscaling: asyncio.Task[None] | None = None
+        self.on_replicas: Callable[[PolicyId], None] = lambda policy: None
+        """Called at each change of the replicas of a policy: fronts need `replicas` again. Often several in a row."""
 
     def capabilities(self, settings: ComputeConfig) -> Capabilities:
         return CAPABILITIES[settings.backend]
@@ -193,7 +196,7 @@ class ProcessCompute:
             hosted.rank_state = ""
             adoption.cancel()
             await asyncio.gather(adoption, return_exceptions=True)
-        return {**samplers.replicas.metrics(), **samplers.meter.finish()}
+        return {**samplers.metrics(), **samplers.meter.finish()}
 
     async def save(self, policy: PolicyId, path: Path) -> CheckpointStamp:
         return cast(CheckpointStamp, await self._ask("save", policy, path))
@@ -225,15 +228,15 @@ class ProcessCompute:
             state = STATES.get(ranks.request, ranks.request or hosted.rank_state or "waits for a batch")
             is_ready = hosted.rank_state != STARTS and ranks.request != "load"
             found = [ProcessStatus(name, "rank", state, place=place(name), is_ready=is_ready) for name in ranks.names]
-        return [*found, *(replace(one, place=place(one.name)) for one in samplers.replicas.status())]
+        return [*found, *(replace(one, place=place(one.name)) for one in samplers.replicas.fleet.status())]
 
     def samplers(self, policy: PolicyId) -> SamplersStatus | None:
         hosted = self.policies.get(policy)
         if hosted is None or hosted.samplers is None:
             return None
-        replicas = hosted.samplers.replicas
-        bounds = hosted.samplers.autoscaler.bounds
-        return SamplersStatus(bounds, replicas.fleet.count, running=replicas.num_running, waiting=replicas.num_waiting)
+        samplers = hosted.samplers
+        bounds, count = samplers.autoscaler.bounds, samplers.replicas.fleet.count
+        return SamplersStatus(bounds, count, running=samplers.replicas.num_running, waiting=samplers.num_waiting)
 
     async def scale(self, policy: PolicyId, bounds: SamplerBounds) -> None:
         hosted = self.policies.get(policy)
@@ -253,6 +256,39 @@ class ProcessCompute:
         hosted.samplers.autoscaler = Autoscaler(bounds, self._config.sampler.max_concurrent)
         fleet = hosted.samplers.replicas.fleet
         fleet.scale(bounds.clamp(fleet.count))
+
+    # ---- fronts, which sample without this process -------------------------------------------------------------------
+
+    def replicas(self, policy: PolicyId) -> RoutingFacts:
+        """Returns the replicas of a policy, for fronts. A policy without samplers of its own has failed."""
+        hosted = self.policies.get(policy)
+        if hosted is None or hosted.samplers is None:
+            return RoutingFacts(policy, failure=PolicyRemoved(f"policy {policy} has no replicas: add it first"))
+        return hosted.samplers.replicas.fleet.facts()
+
+    def heard(self, front: int, report: Mapping[PolicyId, FrontWork]) -> None:
+        """Take the report of a front on its work (`RemoteSamplers.report`).
+
+        A front with work must report at least once in a fifth of `server.worker_timeout`: the watchdog of a replica
+        counts no older work.
+        """
+        for policy, hosted in self.policies.items():
+            if hosted.samplers is not None:
+                hosted.samplers.heard(front, report.get(policy, FrontWork()))
+
+    def front_gone(self, front: int) -> None:
+        """Forget the work of a front that ended. Idempotent."""
+        for hosted in self.policies.values():
+            if hosted.samplers is not None:
+                hosted.samplers.front_gone(front)
+
+    def others(self, front: int) -> dict[PolicyId, dict[str, Others]]:
+        """Returns the work of other processes at each replica, by policy, for `RemoteSamplers.others`.
+
+        A front needs it after each report: work that lost a replica waits for it.
+        """
+        found = {policy: hosted.samplers for policy, hosted in self.policies.items()}
+        return {policy: one.replicas.fleet.others(front) for policy, one in found.items() if one is not None}
 
     async def close(self) -> None:
         if self._autoscaling is not None:
@@ -336,7 +372,10 @@ class ProcessCompute:
         free = await self._free_gpus(supervisor, settings.address) if model.device != "cpu" else None
         check_gpus(policy, settings, free, model)
         room = Room(supervisor, self._log_folder, gpus=0 if free is None else 1)
-        samplers = Samplers(policy, model, settings, self._config, room, has_served=has_served)
+        samplers = Samplers(
+            policy, model, settings, self._config, room,
+            has_served=has_served, changed=lambda: self.on_replicas(policy),
+        )  # fmt: skip
         ranks = self._group(policy, settings, room, group=1)
         hosted = self.policies[policy] = Hosted(model, settings, room, ranks, samplers)
         if self._autoscaling is None:
@@ -403,9 +442,9 @@ class ProcessCompute:
 
     async def observe(self, policy: PolicyId, hosted: Hosted, samplers: Samplers) -> None:
         """Change the number of replicas of a policy to that of its autoscaler. Called once a second."""
-        replicas, fleet, autoscaler = samplers.replicas, samplers.replicas.fleet, samplers.autoscaler
-        present, completions = fleet.count, replicas.num_running + replicas.num_waiting
-        samplers.meter.waiting.append(replicas.num_waiting)
+        fleet, autoscaler = samplers.replicas.fleet, samplers.autoscaler
+        present, completions = fleet.count, samplers.replicas.num_running + samplers.num_waiting
+        samplers.meter.waiting.append(samplers.num_waiting)
         if hosted.is_learning and not completions:
             return
         wanted = autoscaler.observe(present, completions)

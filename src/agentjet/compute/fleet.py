@@ -10,6 +10,10 @@ engine may report success and keep old weights. No token of a version counts bef
 `choose` gives a completion to the replica that holds the longest known prefix of the prompt in its cache, unless that
 one has much more to do than another; among equals to the one with the least to do. Without the second rule, a system
 prompt that all tasks share would send everything to one replica.
+
+Fronts route completions to the same replicas (`compute.remote`). `RoutingFacts` is what they need of a fleet, and
+`FrontWork` what the fleet needs of them: a replica has work if a front says so, and a message to a front is a sign of
+work.
 """
 
 from __future__ import annotations
@@ -32,12 +36,14 @@ from agentjet.config import SamplerConfig
 from agentjet.errors import AgentJetError, ComputeError, ConfigError, PolicyRemoved, WorkerDied, WorkerHung
 from agentjet.processes.rpc import Peer
 from agentjet.processes.supervisor import NotStarted, Watchdog
-from agentjet.types import PolicyId, RouteShape
+from agentjet.types import PolicyId, ProcessStatus, RouteShape
 
 BLOCK_TOKENS = 64
 """Prefixes are compared in blocks of this many tokens."""
 MORE_FACTOR, MORE = 1.25, 4
 """A replica may have this factor and this number of completions more than the least busy one."""
+SHARES = 8
+"""A process may have one in so many places of a replica, also if others have all: else it might wait for ever."""
 
 Cause = Literal["work", "replica", "unwanted"]
 """Why a replica ended: perhaps its work crashed it, or it is at fault itself, or it is not needed."""
@@ -83,6 +89,8 @@ class Load:
 
     def __init__(self, num_places: int, cache_tokens: int) -> None:
         self.running: set[RoutedCompletion] = set()
+        self.others = 0
+        """Completions that other processes have at the replica: fronts, or the server."""
         self._num_places = num_places
         self._max_keys = max(1, cache_tokens // BLOCK_TOKENS)
         self._known: OrderedDict[int, None] = OrderedDict()
@@ -95,7 +103,17 @@ class Load:
         """
         if work.losses and any(other.losses for other in self.running):
             return False
-        return len(self.running) < self._num_places
+        return self.count < self._num_places or len(self.running) < max(1, self._num_places // SHARES)
+
+    @property
+    def count(self) -> int:
+        """Completions that the replica has, those of other processes included."""
+        return len(self.running) + self.others
+
+    @property
+    def num_suspects(self) -> int:
+        """Completions of this process that lost their last replica and got no token since."""
+        return sum(work.losses > 0 for work in self.running)
 
     def add(self, work: RoutedCompletion) -> None:
         self.running.add(work)
@@ -129,6 +147,7 @@ class Load:
 class End:
     """The end of a replica. Its requests fail with `reason`, which is its name and `why`."""
 
+    name: str
     reason: WorkerDied
     why: str
     cause: Cause
@@ -136,42 +155,30 @@ class End:
     """By the event loop."""
 
 
-class ReplicaHandle:
-    """One replica. From its end on it gets no more work."""
+class RoutedReplica:
+    """A replica as its completions see it. From its end on it gets no more work."""
 
-    def __init__(self, name: str, load: Load, timeout: float) -> None:
+    def __init__(self, name: str, load: Load) -> None:
         self.name = name
         self.load = load
-        self.watchdog = Watchdog(timeout)
         self.peer: Peer | None = None
         """Its connection, when it is loaded."""
-        self.publication: Publication | None = None
-        """The weights that it serves."""
         self.is_adopting = False
-        self.is_suspended = True
-        """True while it uses no memory of its GPUs: before its start, and from `Fleet.suspend` to its next adoption."""
-        self.serial = 0
-        """Number of the publish that it fulfils."""
+        """True if tokens of a version may be here before its probe is known."""
         self.verified: set[int] = set()
         """Versions whose probe it passed. Its received tokens may be of any of them."""
-        self.attempts = 0
-        """Failed attempts to adopt the present publication."""
-        self.problem = ""
-        """The error of the last attempt, if it failed."""
         self.end: asyncio.Future[End] = asyncio.get_running_loop().create_future()
         self.busy_since = 0.0
         """Time from which it has work. Times are those of the event loop."""
 
     @property
-    def version(self) -> int | None:
-        """The version that it serves."""
-        return None if self.publication is None else self.publication.version
+    def is_connected(self) -> bool:
+        return self.peer is not None and not self.peer.died.done() and not self.end.done()
 
     @property
     def is_ready(self) -> bool:
         """True if it may get work."""
-        is_alive = self.peer is not None and not self.peer.died.done() and not self.end.done()
-        return is_alive and self.publication is not None and not (self.is_adopting or self.is_suspended)
+        raise NotImplementedError
 
     def silence(self, now: float) -> float:
         """Returns the seconds for which it has had work and sent nothing."""
@@ -180,17 +187,152 @@ class ReplicaHandle:
         return now - max(self.peer.heard_at, self.busy_since)
 
 
+class ReplicaHandle(RoutedReplica):
+    """A replica that the server keeps."""
+
+    def __init__(self, name: str, load: Load, timeout: float) -> None:
+        super().__init__(name, load)
+        self.watchdog = Watchdog(timeout)
+        self.publication: Publication | None = None
+        """The weights that it serves."""
+        self.is_suspended = True
+        """True while it uses no memory of its GPUs: before its start, and from `Fleet.suspend` to its next adoption."""
+        self.serial = 0
+        """Number of the publish that it fulfils."""
+        self.attempts = 0
+        """Failed attempts to adopt the present publication."""
+        self.problem = ""
+        """The error of the last attempt, if it failed."""
+        self.fronts: dict[int, tuple[ReplicaWork, float]] = {}
+        """The work that fronts have there, and the times at which they reported it."""
+        self.suspecting: dict[int, None] = {}
+        """The fronts with suspects there, in the order of their reports: the first one may have them sampled."""
+
+    @property
+    def version(self) -> int | None:
+        """The version that it serves."""
+        return None if self.publication is None else self.publication.version
+
+    @property
+    def is_ready(self) -> bool:
+        return self.is_connected and self.publication is not None and not (self.is_adopting or self.is_suspended)
+
+    @property
+    def num_messages(self) -> int:
+        """Messages that it sent to the server and to fronts."""
+        of_server = 0 if self.peer is None else self.peer.num_messages
+        return of_server + sum(work.num_messages for work, _ in self.fronts.values())
+
+    @property
+    def has_work(self) -> bool:
+        """True if it has a request of the server, or of a front that reported it lately.
+
+        The work of a front that is silent counts for nothing: not the replica may hang, but the front.
+        """
+        since = asyncio.get_running_loop().time() - 2 * self.watchdog.interval
+        of_fronts = any(work.running and time > since for work, time in self.fronts.values())
+        return (self.peer is not None and bool(self.peer.pending)) or of_fronts
+
+    def status(self) -> ProcessStatus:
+        """Returns its state, without its place."""
+        running, is_ready = self.load.count, self.version is not None
+        if self.peer is None:
+            state = "starts"
+        elif self.is_adopting:
+            state = "loads weights"
+        elif not is_ready:
+            state = self.problem or "waits for weights"
+        elif self.is_suspended:
+            state = self.problem or "is suspended until the next publish"
+        else:
+            state = self.problem or ("samples" if running else "idle")
+        return ProcessStatus(self.name, "replica", state, version=self.version, completions=running, is_ready=is_ready)
+
+
 def choose(loads: Mapping[Key, Load], work: RoutedCompletion) -> Key | None:
     """Returns the replica that should get the work; None if none has a place for it."""
     free = {key: load for key, load in loads.items() if load.has_place(work)}
     if not free:
         return None
-    limit = MORE + MORE_FACTOR * min(len(load.running) for load in free.values())
-    near = [key for key, load in free.items() if len(load.running) <= limit]
-    return max(near, key=lambda key: (free[key].known_blocks(work.keys), -len(free[key].running)))
+    limit = MORE + MORE_FACTOR * min(load.count for load in free.values())
+    near = [key for key, load in free.items() if load.count <= limit]
+    return max(near, key=lambda key: (free[key].known_blocks(work.keys), -free[key].count))
 
 
 log = logging.getLogger(__name__)
+
+# ---- messages between server and fronts ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaFacts:
+    """A loaded replica, for fronts."""
+
+    name: str
+    address: str
+    """At which it admits fronts, as `HOST:PORT`."""
+    secret: bytes = field(repr=False)
+    version: int | None
+    """The version that it serves."""
+    verified: frozenset[int]
+    """Versions whose probe it passed. No token of another one may be used."""
+    is_ready: bool
+    """True if it may get work."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingFacts:
+    """The replicas of a policy, for fronts."""
+
+    policy: PolicyId
+    num_places: int = 0
+    """Completions that a replica may have."""
+    cache_tokens: int = 0
+    routes: RouteShape | None = None
+    replicas: tuple[ReplicaFacts, ...] = ()
+    crashed: frozenset[str] = frozenset()
+    """Names of replicas that ended lately and that their work may have crashed."""
+    failure: WorkerDied | None = None
+    """The reason if no replica can be had."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaWork:
+    """The work that a front has at a replica."""
+
+    running: int
+    """Completions and scorings."""
+    suspects: int
+    """Those of them that lost their last replica and got no token since. They may wait for `Others.may_risk`."""
+    num_messages: int
+    """Messages that the front received from it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Others:
+    """The work that other processes have at a replica, for a front."""
+
+    running: int = 0
+    """Completions and scorings."""
+    may_risk: bool = False
+    """True if the front may have its suspects sampled: no other process has some that were there before."""
+
+
+@dataclass(frozen=True, slots=True)
+class FrontWork:
+    """The work that a front has for a policy."""
+
+    waiting: int = 0
+    """Completions and scorings that wait for a place at a replica."""
+    tokens: int = 0
+    """Tokens received since the last report."""
+    resumed: int = 0
+    """Completions that continued on another replica since the last report."""
+    replicas: Mapping[str, ReplicaWork] = field(default_factory=dict)
+    """By name, of those that the front is connected to."""
+    faults: Mapping[str, str] = field(default_factory=dict)
+    """Names of replicas that must be ended, and why."""
+
 
 # ---- the fleet -------------------------------------------------------------------------------------------------------
 
@@ -200,7 +342,7 @@ Start = Callable[[str], Awaitable[Peer]]
 No process is left of a start that failed or was cancelled.
 """
 Changed = Callable[[], None]
-"""Called when a replica became ready or ended, or the policy failed."""
+"""Called when a replica was loaded, adopts, became ready or ended, or the policy failed."""
 Explain = Callable[[str], str]
 """Returns the error that the ended process of that name reported as the cause of its end, or ""."""
 
@@ -230,7 +372,67 @@ PLACES = 1.25
 """Completions that a replica has, per completion that it samples at a time: the next ones wait at the replica."""
 
 
-class Fleet:
+class RoutedFleet:
+    """Replicas among which completions are routed: those of a server, or of a front."""
+
+    def __init__(self, policy: PolicyId, changed: Changed) -> None:
+        self.policy = policy
+        self.routes: RouteShape | None = None
+        """Those that replicas report, when the model is known."""
+        self._changed = changed
+        self._ends: deque[End] = deque(maxlen=MAX_ENDS)
+        """The last ends of replicas that were wanted."""
+        self._failure: AgentJetError | None = None
+        self._pulse = asyncio.Event()
+        """Wakes those who wait for a change."""
+
+    @property
+    def replicas(self) -> Sequence[RoutedReplica]:
+        """The replicas that have not ended, oldest first."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Raises the failure of the policy, or `PolicyRemoved` after `close`."""
+        if self._failure is not None:
+            raise copy.copy(self._failure)
+
+    async def confirm(self, replica: RoutedReplica, version: int) -> None:
+        """Wait until the replica passed the probe of a version. Raises `WorkerDied` if it ends before."""
+        while version not in replica.verified:
+            if replica.end.done():
+                raise copy.copy(replica.end.result().reason)
+            if not replica.is_adopting:
+                self.end(replica, f"reported tokens of version {version}, which it does not have", cause="replica")
+                continue
+            await self._pulse.wait()
+
+    async def claim(self, replica: RoutedReplica) -> None:
+        """Wait until the replica has no suspects of other processes, or ended. Work with losses has a place there."""
+
+    def ended_alone(self, end: End, seconds: float) -> bool:
+        """True if no other replica ended within so many seconds, before or after."""
+        return all(abs(other.time - end.time) > seconds for other in self._ends if other is not end)
+
+    def end(self, replica: RoutedReplica, why: str, *, cause: Cause, hung: bool = False) -> None:
+        """End a replica: its requests fail at once. A server kills and replaces it. Idempotent."""
+        if replica.end.done():
+            return
+        reason = (WorkerHung if hung else WorkerDied)(f"{replica.name} {why}")
+        end = End(replica.name, reason, why, cause, asyncio.get_running_loop().time())
+        replica.end.set_result(end)
+        if cause != "unwanted":
+            self._ends.append(end)
+        if replica.peer is not None:
+            replica.peer.close()
+        self._change()
+
+    def _change(self) -> None:
+        self._pulse.set()
+        self._pulse.clear()
+        self._changed()
+
+
+class Fleet(RoutedFleet):
     """Keeps `count` replicas alive and current."""
 
     def __init__(
@@ -244,15 +446,13 @@ class Fleet:
         timeout: float,
         explain: Explain = lambda name: "",
         has_served: bool = False,
+        secret: bytes = b"",
     ) -> None:
         """Starts `count` replicas; must be called in an event loop.
 
-        A replica that has work and is silent for `timeout` seconds is ended.
+        A replica that has work and is silent for `timeout` seconds is ended. Fronts prove the `secret` to replicas.
         """
-        self.policy = policy
-        self.routes: RouteShape | None = None
-        """Those that replicas report, when the model is known."""
-        self._changed = changed
+        super().__init__(policy, changed)
         self.failed: asyncio.Future[WorkerDied] = asyncio.get_running_loop().create_future()
         """Done if no replica can be had."""
         self.publish_seconds = 0.0
@@ -268,8 +468,8 @@ class Fleet:
         self._timeout = timeout
         self._lives: dict[ReplicaHandle, asyncio.Task[None]] = {}
         self._num_started = 0
-        self._ends: deque[End] = deque(maxlen=MAX_ENDS)
-        """The last ends of replicas that were wanted."""
+        self._num_places = max(2, int(settings.max_concurrent * PLACES))
+        self._secret = secret
         self.has_served = has_served
         """True if a replica of the policy ever served, also one of an earlier fleet."""
         self._early_ends: list[str] = []
@@ -283,9 +483,6 @@ class Fleet:
         """True if most serving replicas must sample while others adopt."""
         self._is_suspended = False
         """True from `suspend` to the next `publish`."""
-        self._failure: AgentJetError | None = None
-        self._pulse = asyncio.Event()
-        """Wakes those who wait for a change."""
         self._fill()
 
     @property
@@ -293,10 +490,58 @@ class Fleet:
         """The replicas that have not ended, oldest first."""
         return [replica for replica in self._lives if not replica.end.done()]
 
-    def check(self) -> None:
-        """Raises the failure of the policy, or `PolicyRemoved` after `close`."""
-        if self._failure is not None:
-            raise copy.copy(self._failure)
+    def status(self) -> list[ProcessStatus]:
+        """Returns the replicas, oldest first, without their places."""
+        return [replica.status() for replica in self.replicas]
+
+    def metrics(self) -> dict[str, float]:
+        """Returns the metrics of the replicas, and of the last publish."""
+        return {
+            "sampler/replicas": float(sum(replica.version is not None for replica in self.replicas)),
+            "sampler/replicas_wanted": float(self.count),
+            "sampler/publish_seconds": self.publish_seconds,
+            "sampler/pause_seconds": self.pause_seconds,
+            "sampler/probe_error": self.probe_error,
+        }
+
+    def facts(self) -> RoutingFacts:
+        """Returns what fronts need to know."""
+        replicas = tuple(
+            ReplicaFacts(one.name, one.peer.address, self._secret, one.version, frozenset(one.verified), one.is_ready)
+            for one in self.replicas
+            if one.peer is not None and one.peer.address
+        )
+        crashed = frozenset(end.name for end in self._ends if end.cause == "work")
+        failure = self.failed.result() if self.failed.done() else self._failure
+        assert failure is None or isinstance(failure, WorkerDied)
+        cache_tokens = self._settings.cache_tokens
+        return RoutingFacts(self.policy, self._num_places, cache_tokens, self.routes, replicas, crashed, failure)
+
+    def heard(self, front: int, work: FrontWork) -> None:
+        """Take the report of a front. One that is gone has no work. Ends replicas at which it found a fault."""
+        now = asyncio.get_running_loop().time()
+        for replica in self.replicas:
+            if (reported := work.replicas.get(replica.name)) is None:
+                replica.fronts.pop(front, None)
+                replica.suspecting.pop(front, None)
+            else:
+                replica.fronts[front] = reported, now
+                if reported.suspects:
+                    replica.suspecting.setdefault(front)
+                else:
+                    replica.suspecting.pop(front, None)
+            replica.load.others = sum(one.running for one, _ in replica.fronts.values())
+            if (why := work.faults.get(replica.name)) is not None:
+                self.end(replica, why, cause="replica")
+
+    def others(self, front: int) -> dict[str, Others]:
+        """Returns the work that other processes than a front have at each replica, by its name."""
+        found = {}
+        for replica in self.replicas:
+            own = replica.fronts[front][0].running if front in replica.fronts else 0
+            may_risk = next(iter(replica.suspecting), None) == front and not replica.load.num_suspects
+            found[replica.name] = Others(replica.load.count - own, may_risk)
+        return found
 
     async def publish(self, publication: Publication, *, in_turns: bool = False) -> None:
         """Let the replicas adopt a publication; returns when no replica serves an older one and one serves this one.
@@ -359,20 +604,6 @@ class Fleet:
         assert self._publication is not None
         return self._publication.version
 
-    async def confirm(self, replica: ReplicaHandle, version: int) -> None:
-        """Wait until the replica passed the probe of a version. Raises `WorkerDied` if it ends before."""
-        while version not in replica.verified:
-            if replica.end.done():
-                raise copy.copy(replica.end.result().reason)
-            if not replica.is_adopting:
-                self.end(replica, f"reported tokens of version {version}, which it does not have", cause="replica")
-                continue
-            await self._pulse.wait()
-
-    def ended_alone(self, end: End, seconds: float) -> bool:
-        """True if no other replica ended within so many seconds, before or after."""
-        return all(abs(other.time - end.time) > seconds for other in self._ends if other is not end)
-
     def scale(self, count: int) -> None:
         """Change the number of replicas. Ends those that do not serve yet, then those with the least work.
 
@@ -380,23 +611,10 @@ class Fleet:
         """
         assert count >= 1
         self.count = count
-        by_use = sorted(self.replicas, key=lambda one: (one.version is not None, len(one.load.running)))
+        by_use = sorted(self.replicas, key=lambda one: (one.version is not None, one.load.count))
         for replica in by_use[: max(0, len(by_use) - count)]:
             self.end(replica, "was ended: fewer samplers are wanted", cause="unwanted")
         self._fill()
-        self._change()
-
-    def end(self, replica: ReplicaHandle, why: str, *, cause: Cause, hung: bool = False) -> None:
-        """End a replica: its requests fail at once, then it is killed and replaced. Idempotent."""
-        if replica.end.done():
-            return
-        reason = (WorkerHung if hung else WorkerDied)(f"{replica.name} {why}")
-        end = End(reason, why, cause, asyncio.get_running_loop().time())
-        replica.end.set_result(end)
-        if cause != "unwanted":
-            self._ends.append(end)
-        if replica.peer is not None:
-            replica.peer.close()
         self._change()
 
     async def close(self) -> None:
@@ -415,14 +633,13 @@ class Fleet:
         """Start replicas until there are enough. An ended one counts until its process is gone: it may have a GPU."""
         while self._failure is None and len(self._lives) < self.count:
             self._num_started += 1
-            places = max(2, int(self._settings.max_concurrent * PLACES))
-            name, load = f"{self.policy}/replica-{self._num_started}", Load(places, self._settings.cache_tokens)
-            replica = ReplicaHandle(name, load, self._timeout)
+            load = Load(self._num_places, self._settings.cache_tokens)
+            replica = ReplicaHandle(f"{self.policy}/replica-{self._num_started}", load, self._timeout)
             self._lives[replica] = asyncio.create_task(self._live(replica))
 
     async def _live(self, replica: ReplicaHandle) -> None:
         """Boundary: a failure ends this replica only. Its `reason` records the failure."""
-        work = asyncio.create_task(self._serve(replica, delay=_backoff(len(self._early_ends))))
+        work = asyncio.create_task(self._serve(replica, delay=backoff(len(self._early_ends))))
         end = await asyncio.shield(replica.end)
         work.cancel()
         await asyncio.wait([work])
@@ -472,7 +689,8 @@ class Fleet:
             if replica.end.done():
                 return
             peer.died.add_done_callback(lambda died: self.end(replica, "lost its connection", cause="work"))
-            watch = asyncio.create_task(self._watch(replica, peer))
+            watch = asyncio.create_task(self._watch(replica))
+            self._change()
             while True:
                 await self._keep_current(replica, peer)
         except WorkerDied as error:
@@ -509,7 +727,7 @@ class Fleet:
         await self._adopt(replica, peer, publication)
         if replica.attempts:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_backoff(replica.attempts)):
+                async with asyncio.timeout(backoff(replica.attempts)):
                     while serial == self._serial and not self._is_suspended:
                         await self._pulse.wait()
 
@@ -536,6 +754,7 @@ class Fleet:
         replica.is_adopting, serial, began = True, self._serial, time.monotonic()
         replica.verified.discard(publication.version)
         replica.watchdog.timeout = self._timeout + publication.num_bytes / SLOWEST_BYTES_PER_SECOND
+        self._change()
         try:
             logprobs = await peer.ask("adopt", self.policy, publication)
         except WorkerDied:
@@ -572,11 +791,11 @@ class Fleet:
             text = f"{self._failed_probes} replicas in a row failed; the last: {replica.name} {why}"
             self._fail(ComputeError(text) if self.has_served else ConfigError(f"{text}. {WAY_OUT}"))
 
-    async def _watch(self, replica: ReplicaHandle, peer: Peer) -> None:
+    async def _watch(self, replica: ReplicaHandle) -> None:
         """End the replica if it hangs."""
         await replica.watchdog.hang(
-            lambda: peer.num_messages,
-            lambda: bool(peer.pending) and (replica.is_adopting or not replica.is_suspended),
+            lambda: replica.num_messages,
+            lambda: replica.has_work and (replica.is_adopting or not replica.is_suspended),
         )
         silent = f"sent nothing for {self._timeout:g} s (server.worker_timeout)"
         self.end(replica, silent, cause="replica", hung=True)
@@ -588,12 +807,7 @@ class Fleet:
             self.failed.set_result(error if isinstance(error, WorkerDied) else WorkerDied(str(error)))
             self._change()
 
-    def _change(self) -> None:
-        self._pulse.set()
-        self._pulse.clear()
-        self._changed()
 
-
-def _backoff(failures: int) -> float:
+def backoff(failures: int) -> float:
     """Returns the seconds to wait after so many failures in a row."""
     return min(MAX_RETRY_SECONDS, RETRY_SECONDS * 2 ** min(failures - 1, 16)) if failures else 0.0

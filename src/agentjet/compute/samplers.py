@@ -25,13 +25,13 @@ from collections import OrderedDict, deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import numpy as np
 
-from agentjet.compute.fleet import Changed, Fleet, ReplicaHandle, RoutedCompletion, choose
+from agentjet.compute.fleet import Changed, Fleet, FrontWork, RoutedCompletion, RoutedFleet, RoutedReplica, choose
 from agentjet.compute.ranks import COMPUTE_VARIABLES, Room
 from agentjet.config import ComputeConfig, ModelConfig, ServeConfig
 from agentjet.config.loader import cache_dir
@@ -40,7 +40,7 @@ from agentjet.processes.guardian import MAX_LINE, Launch, ProcessEnd, last_lines
 from agentjet.processes.rpc import Peer
 from agentjet.processes.supervisor import NotStarted
 from agentjet.timeline.routes import checked
-from agentjet.types import ModelInfo, PolicyId, ProcessStatus, Sampled, SamplerBounds, SamplingParams, TokenScore
+from agentjet.types import ModelInfo, PolicyId, Sampled, SamplerBounds, SamplingParams, TokenScore
 
 REPLICA_MODULE = "agentjet.compute.vllm.replica"
 REPLICA_PATH = Path(__file__).parent / "vllm" / "replica_path"
@@ -72,6 +72,7 @@ class Samplers:
         room: Room,
         *,
         has_served: bool = False,
+        changed: Changed = lambda: None,
     ) -> None:
         """Starts the replicas. Raises `ConfigError` without an interpreter for them, or for routes. See `Fleet`."""
         check_routes(model)
@@ -87,16 +88,28 @@ class Samplers:
         self._python = sampler_python(settings)
         self._log_starts: dict[str, int] = {}
         """Bytes that the log of each replica had when it was started."""
-        make_fleet = partial(
-            Fleet,
-            policy,
-            self._start,
-            settings.samplers.least,
-            config.sampler,
-            timeout=config.server.worker_timeout,
-            explain=lambda name: cause_of(room.log_path(name), self._log_starts.pop(name, 0)),
-            has_served=has_served,
-        )
+        self._fronts: dict[int, FrontWork] = {}
+        """The last reports of fronts."""
+        self._num_resumed = 0
+        """Completions of fronts that continued on another replica."""
+
+        def make_fleet(assign: Changed) -> Fleet:
+            def both() -> None:
+                assign()
+                changed()
+
+            return Fleet(
+                policy,
+                self._start,
+                settings.samplers.least,
+                config.sampler,
+                both,
+                timeout=config.server.worker_timeout,
+                explain=lambda name: cause_of(room.log_path(name), self._log_starts.pop(name, 0)),
+                has_served=has_served,
+                secret=room.supervisor.secret,
+            )
+
         self.replicas = Replicas(make_fleet)
 
     async def sample(self, token_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Sampled, None]:
@@ -108,6 +121,33 @@ class Samplers:
             async for piece in pieces:
                 self.meter.received(len(piece.tokens))
                 yield piece
+
+    def heard(self, front: int, work: FrontWork) -> None:
+        """Take the report of a front, perhaps its last one, of no work."""
+        if work.tokens:
+            self.meter.received(work.tokens)
+        self._num_resumed += work.resumed
+        self._fronts[front] = work
+        self.replicas.fleet.heard(front, work)
+        self.replicas.assign()
+
+    def front_gone(self, front: int) -> None:
+        """Forget the work of a front. Idempotent."""
+        if front in self._fronts:
+            self.heard(front, FrontWork())
+            del self._fronts[front]
+
+    @property
+    def num_waiting(self) -> int:
+        """Completions and scorings that wait for a place at a replica, here or in fronts."""
+        return self.replicas.num_waiting + sum(work.waiting for work in self._fronts.values())
+
+    def metrics(self) -> dict[str, float]:
+        """Returns the metrics of the policy's sampling."""
+        return {
+            **self.replicas.fleet.metrics(),
+            "sampler/resumed": float(self.replicas.num_resumed + self._num_resumed),
+        }
 
     async def close(self) -> None:
         """End all replicas. Idempotent."""
@@ -139,7 +179,7 @@ class Samplers:
             info = await asyncio.shield(self.info)
             self.replicas.fleet.routes = info.routes
             async with asyncio.timeout(LOAD_SECONDS):
-                await peer.ask("load", self._policy, self._model, info, self._sampler, settings)
+                peer.address = await peer.ask("load", self._policy, self._model, info, self._sampler, settings)
         except BaseException as error:
             await peer.stop()
             if isinstance(error, TimeoutError):
@@ -216,6 +256,8 @@ class Autoscaler:
 
 # ---- completions -----------------------------------------------------------------------------------------------------
 
+AnyFleet = TypeVar("AnyFleet", bound=RoutedFleet)
+
 MAX_BLAME, MAX_LOSSES = 4, 12
 """A completion fails if it crashed so many replicas in a row, or lost so many, without a token between them.
 
@@ -230,14 +272,15 @@ SILENT_SECONDS = 2.0
 """A replica that has work and was silent for so long gets more only if there is no other: its machine may be gone."""
 
 
-class Replicas:
+class Replicas(Generic[AnyFleet]):
     """Routes the completions of a policy to its replicas. Its methods are those of `Sampler` for one policy."""
 
-    def __init__(self, make_fleet: Callable[[Changed], Fleet]) -> None:
-        self._waiting: OrderedDict[RoutedCompletion, asyncio.Future[ReplicaHandle]] = OrderedDict()
+    def __init__(self, make_fleet: Callable[[Changed], AnyFleet]) -> None:
+        self._waiting: OrderedDict[RoutedCompletion, asyncio.Future[RoutedReplica]] = OrderedDict()
         """Work that no replica has a place for, in the order in which it gets one."""
-        self._num_resumed = 0
-        self.fleet = make_fleet(self._assign)
+        self.num_resumed = 0
+        """Completions that continued on another replica."""
+        self.fleet = make_fleet(self.assign)
 
     async def sample(self, token_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Sampled, None]:
         """See `Sampler.sample`. Raises `ComputeError` for a completion that several replicas died of."""
@@ -263,7 +306,7 @@ class Replicas:
                 self._leave(replica, work)
         yield Sampled((), (), version, "length")  # The replica died between the last token and its finish reason.
 
-    def _check_routes(self, replica: ReplicaHandle, work: RoutedCompletion, piece: Sampled) -> None:
+    def _check_routes(self, replica: RoutedReplica, work: RoutedCompletion, piece: Sampled) -> None:
         """Ends a replica whose routes are not those of the piece's tokens, and raises `WorkerDied`."""
         if not piece.routes or work.num_routed is None or self.fleet.routes is None:
             return
@@ -287,50 +330,40 @@ class Replicas:
             finally:
                 self._leave(replica, work)
 
-    def metrics(self) -> dict[str, float]:
-        """Returns the metrics of the policy's sampling."""
-        serving = [replica for replica in self.fleet.replicas if replica.version is not None]
-        return {
-            "sampler/replicas": float(len(serving)),
-            "sampler/replicas_wanted": float(self.fleet.count),
-            "sampler/resumed": float(self._num_resumed),
-            "sampler/publish_seconds": self.fleet.publish_seconds,
-            "sampler/pause_seconds": self.fleet.pause_seconds,
-            "sampler/probe_error": self.fleet.probe_error,
-        }
-
     @property
     def num_running(self) -> int:
-        """Completions and scorings that replicas have."""
-        return sum(len(replica.load.running) for replica in self.fleet.replicas)
+        """Completions and scorings that replicas have, those of other processes included."""
+        return sum(replica.load.count for replica in self.fleet.replicas)
 
     @property
     def num_waiting(self) -> int:
         """Completions and scorings that wait for a place at a replica."""
         return len(self._waiting)
 
-    def status(self) -> list[ProcessStatus]:
-        """Returns the replicas, oldest first, without their places."""
-        return [_status(replica) for replica in self.fleet.replicas]
-
     # ---- placement --------------------------------------------------------------------------------------------------
 
-    async def _place(self, work: RoutedCompletion) -> ReplicaHandle:
+    async def _place(self, work: RoutedCompletion) -> RoutedReplica:
         """Wait for a place at a live replica; returns it. Raises the failure of the policy, or `PolicyRemoved`."""
         while True:
             replica = await self._next_place(work)
+            try:
+                if work.losses:
+                    await self.fleet.claim(replica)
+            except asyncio.CancelledError:
+                self._leave(replica, work)
+                raise
             if replica.is_ready:
                 return replica
             self._leave(replica, work)  # It died since it got the work.
 
-    async def _next_place(self, work: RoutedCompletion) -> ReplicaHandle:
+    async def _next_place(self, work: RoutedCompletion) -> RoutedReplica:
         self.fleet.check()
         work.update_keys()
-        future: asyncio.Future[ReplicaHandle] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[RoutedReplica] = asyncio.get_running_loop().create_future()
         self._waiting[work] = future
         if work.sampled or work.losses:
             self._waiting.move_to_end(work, last=False)
-        self._assign()
+        self.assign()
         try:
             return await future
         except asyncio.CancelledError:
@@ -340,7 +373,7 @@ class Replicas:
         finally:
             self._waiting.pop(work, None)
 
-    def _assign(self) -> None:
+    def assign(self) -> None:
         """Give waiting work the places that there are, oldest first."""
         if not self._waiting:
             return
@@ -370,14 +403,14 @@ class Replicas:
         for work in placed:
             del self._waiting[work]
 
-    def _leave(self, replica: ReplicaHandle, work: RoutedCompletion) -> None:
+    def _leave(self, replica: RoutedReplica, work: RoutedCompletion) -> None:
         replica.load.remove(work)
-        self._assign()
+        self.assign()
 
-    async def _leave_dead(self, replica: ReplicaHandle, work: RoutedCompletion, *, has_progressed: bool) -> None:
+    async def _leave_dead(self, replica: RoutedReplica, work: RoutedCompletion, *, has_progressed: bool) -> None:
         """Prepare work for another replica. Raises `ComputeError` if it probably kills replicas."""
         self.fleet.check()
-        self._num_resumed += 1
+        self.num_resumed += 1
         end = await asyncio.shield(replica.end)  # Its requests fail just before.
         if has_progressed or end.cause == "unwanted":
             return
@@ -387,24 +420,6 @@ class Replicas:
         work.blame += end.cause == "work" and self.fleet.ended_alone(end, LOSS_SECONDS)
         if work.blame >= MAX_BLAME or work.losses >= MAX_LOSSES:
             raise ComputeError(f"{work.losses} replicas in a row ended before they sent a token of this completion")
-
-
-def _status(replica: ReplicaHandle) -> ProcessStatus:
-    running = len(replica.load.running)
-    if replica.peer is None:
-        state = "starts"
-    elif replica.is_adopting:
-        state = "loads weights"
-    elif replica.version is None:
-        state = replica.problem or "waits for weights"
-    elif replica.is_suspended:
-        state = replica.problem or "is suspended until the next publish"
-    else:
-        state = replica.problem or ("samples" if running else "idle")
-    is_ready = replica.version is not None
-    return ProcessStatus(
-        replica.name, "replica", state, version=replica.version, completions=running, is_ready=is_ready
-    )
 
 
 def derived_seed(seed: int, position: int) -> int:

@@ -2,7 +2,7 @@
 
 A process gets an address, a name and a secret in its environment (`Link.VARIABLES`). It connects to the server. From
 then on the connection is its life: the process ends with the connection, and the server takes the end of the connection
-for its death.
+for its death. A replica also admits fronts (`FrontLink`), which come and go.
 
 Messages are pickles with their length in front. A pickle can run any code, so both ends prove that they know the secret
 before the first one. A stranger may send anything: it costs a small message of memory, a thread, and
@@ -34,6 +34,7 @@ import traceback
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Generic, NamedTuple, Protocol, Self, TypeVar
 
@@ -66,6 +67,8 @@ SERVER_UNANSWERED_SECONDS = 120.0
 """The same for a process: the server may be stopped for a while."""
 REASON_SECONDS = 2.0
 """Time for a process to end by itself whose connection ended. Then it is killed."""
+MAX_UNSENT_BYTES = 2**26
+"""Messages to a front that may wait until it reads. Beyond them its connection ends."""
 MIN_CPU_SECONDS = 0.02
 """Minimum CPU time that counts as work. The operating system counts in steps of 0.01 s."""
 BACKGROUND_SHARE = 0.02
@@ -93,13 +96,17 @@ class Answer(NamedTuple):
     ends: bool = False
 
 
-IDS = itertools.count(1)
-"""Ids of requests, over all processes."""
+IDS = itertools.count((os.getpid() << 32) + 1)
+"""Ids of requests, over all processes. They begin with the process id: a replica has requests of several processes."""
 Message = Answer | SlowWork | list[tuple[int, Sampled]]
 """A message of a process: an answer, the progress of the present request, or pieces of completions by id."""
 Send = Callable[[Message], object]
 SIGN_OF_WORK = Answer(0)
 """The answer to no request. The server counts it as a message."""
+FRONT_OPS = ("sample", "cancel", "score")
+"""Requests that fronts may send to a replica."""
+LEAVE = "leave"
+"""Operation of the request that stands for the end of a front's connection."""
 
 
 class Part(NamedTuple):
@@ -253,6 +260,8 @@ class Peer:
         """`process` has the connection; None if it ends with the connection, and nothing waits for its end."""
         self.name = name
         self.process = process
+        self.address = ""
+        """Address at which the process listens for fronts, once it is loaded; "" if it does not."""
         self.num_messages = 0
         """Messages received so far."""
         self.heard_at = asyncio.get_running_loop().time()
@@ -470,10 +479,10 @@ class Link:
                 for request in requests(self._stream):
                     deliver(request)
             except (EOFError, OSError):
-                self.exit(0)
+                self._lost(0)
             except Exception:  # Boundary: a request that cannot be read, such as one with a class that is missing here.
                 traceback.print_exc()
-                self.exit(1)
+                self._lost(1)
 
         threading.Thread(target=loop, daemon=True).start()
 
@@ -490,6 +499,82 @@ class Link:
             self.before_exit()
         finally:
             os._exit(code)
+
+    def _lost(self, code: int) -> None:
+        """Called in the reading thread when the connection ended."""
+        self.exit(code)
+
+
+Deliver = Callable[[Link, ProcessRequest], object]
+"""Takes a request and the connection on which it must be answered."""
+
+
+class FrontLink(Link):
+    """The connection of a front to this process, whose end ends no process. A front that reads nothing delays none."""
+
+    def __init__(self, connection: socket.socket, name: str, secret: bytes, deliver: Deliver) -> None:
+        """Delivers the requests of the front, and `LEAVE` after the last one, from a separate thread."""
+        super().__init__(connection, name, secret)
+        self._deliver = deliver
+        self._unsent = bytearray()
+        self._is_sending = False
+        """True while a thread sends what the front did not read at once."""
+        self.read_forever(self._deliver_allowed)
+
+    def send(self, message: Message) -> None:
+        """Send a message, from any thread. Does not wait for the front. A front that is gone gets nothing."""
+        with self._writing:
+            self._unsent += encode(message)
+            if self._is_sending:
+                if len(self._unsent) > MAX_UNSENT_BYTES:
+                    _shut(self._connection)
+                return
+            try:
+                del self._unsent[: self._connection.send(self._unsent, socket.MSG_DONTWAIT)]
+            except BlockingIOError:
+                pass
+            except OSError:
+                self._unsent.clear()
+            if self._unsent:
+                self._is_sending = True
+                threading.Thread(target=self._send_rest, daemon=True).start()
+
+    def _send_rest(self) -> None:
+        while True:
+            with self._writing:
+                part = bytes(self._unsent[:PART_BYTES])
+                if not part:
+                    self._is_sending = False
+                    return
+            try:
+                num_sent = self._connection.send(part)
+            except OSError:
+                return  # The rest stays, and nothing further is sent.
+            with self._writing:
+                del self._unsent[:num_sent]
+
+    def _deliver_allowed(self, request: ProcessRequest) -> None:
+        if request.op in FRONT_OPS:
+            self._deliver(self, request)
+        else:
+            refusal = f"{self.name} may not request {request.op!r}: only the server may, and a front {FRONT_OPS}"
+            self.send(Answer(request.id, error=ComputeError(refusal)))
+
+    def _lost(self, code: int) -> None:
+        _shut(self._connection)
+        self._stream.close()
+        self._connection.close()
+        self._deliver(self, ProcessRequest(LEAVE, 0, None, ()))
+
+
+def admit_fronts(link: Link, deliver: Deliver) -> Listener:
+    """Listen for fronts at the address of this machine that the server sees. See `FrontLink`. Raises `OSError`."""
+
+    def take(name: str, connection: socket.socket) -> None:
+        tune(connection, unanswered_seconds=UNANSWERED_SECONDS)
+        FrontLink(connection, name, link.secret, deliver)
+
+    return Listener(link.local_host, link.secret, lambda name: partial(take, name))
 
 
 @contextlib.contextmanager

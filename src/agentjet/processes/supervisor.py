@@ -54,12 +54,13 @@ class Supervisor:
     def __init__(self, host: str, placement: Placement) -> None:
         """Listens on `host`, the address of this machine at which the processes reach it. Raises `OSError`."""
         self.placement = placement
-        self._secret = secrets.token_hex(32)
+        self.secret = secrets.token_hex(32).encode()
+        """For connections to the processes that it starts, and between them."""
         self._loop = asyncio.get_running_loop()
         self._expected: dict[str, asyncio.Future[socket.socket]] = {}
         self._processes: dict[str, Process] = {}
         """Those that have not ended, by name."""
-        self._listener = Listener(host, self._secret.encode(), self._claim)
+        self._listener = Listener(host, self.secret, self._claim)
 
     async def start(self, launch: Launch, *, sign_seconds: float = 0.0) -> Peer:
         """Start a process and wait until it connects. `sign_seconds`: the interval of its signs of work, if above 0.
@@ -68,7 +69,7 @@ class Supervisor:
         """
         name = launch.name
         connection = self._expected[name] = self._loop.create_future()
-        variables = dict(zip(Link.VARIABLES, (self._listener.address, name, self._secret), strict=True))
+        variables = dict(zip(Link.VARIABLES, (self._listener.address, name, self.secret.decode()), strict=True))
         if sign_seconds:
             variables[Link.SIGNS] = str(sign_seconds)
         try:

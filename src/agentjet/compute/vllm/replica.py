@@ -1,12 +1,12 @@
 """A replica: the process that samples one policy with vLLM. Started as `python -m agentjet.compute.vllm.replica`.
 
 Its virtual environment is separate, because vLLM's pins exclude ours. It imports the server's copy of AgentJet. It
-connects to the gateway, answers requests, and ends with the connection.
+connects to the gateway, answers requests, and ends with the connection. Fronts connect to it, and have it sample, too.
 
 A replica samples nothing before its first `adopt`. Each token has the version of the weights that sampled it: an
 `adopt` pauses the engine and sends the tokens sampled before with the old version. The probe is scored right after the
-engine resumes. Tokens of the new weights are sent after the answer to `adopt`, so the gateway can refuse the replica
-before it receives any.
+engine resumes. Tokens of the new weights are sent after the answer to `adopt`, to fronts, too. So the gateway can
+refuse the replica before it receives any.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,7 @@ from agentjet.compute.weights import Publication, SharedFolder, fetch, release
 from agentjet.config import ComputeConfig, ModelConfig, SamplerConfig
 from agentjet.errors import AgentJetError, ComputeError, ConfigError, WorkerDied
 from agentjet.processes.guardian import places
-from agentjet.processes.rpc import Answer, Link, ProcessRequest, answering
+from agentjet.processes.rpc import LEAVE, Answer, Link, ProcessRequest, admit_fronts, answering
 from agentjet.types import FinishReason, ModelInfo, Sampled, SamplingParams, TokenScore
 
 if TYPE_CHECKING:
@@ -42,8 +43,8 @@ LLGUIDANCE = 1, 9
 """Lowest version of the library that follows grammars. vLLM itself installs a lower one."""
 PIECE_SECONDS = 1.0
 """Age of its first token at which a piece is sent. Pieces are signs of work; tokens not sent end with the replica."""
-_UNANSWERED = ("sample", "cancel")
-"""Requests about one completion. Its tokens are the answer."""
+_OF_CONNECTION = ("sample", "cancel", LEAVE)
+"""Requests about the completions of a connection. Their tokens are the answers."""
 _SLOW = ("score", "adopt", "suspend")
 """Requests beside which others are handled."""
 
@@ -53,6 +54,7 @@ class Completion:
     """A running completion, and its tokens that are not sent yet."""
 
     id: int
+    outbox: Outbox
     params: SamplingParams
     end_tokens: frozenset[int]
     tokens: list[int] = field(default_factory=list)
@@ -104,13 +106,13 @@ class Completion:
 
 
 class Outbox:
-    """Sends answers and pieces in order. Pieces of one turn of the event loop are one message."""
+    """Sends answers and pieces of a connection in order. Pieces of one turn of the event loop are one message."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Link, *, is_held: bool = False) -> None:
         self._link = link
         self._waiting: list[Answer | tuple[int, Sampled]] = []
         self._is_scheduled = False
-        self._is_held = False
+        self._is_held = is_held
 
     def put(self, message: Answer | tuple[int, Sampled]) -> None:
         self._waiting.append(message)
@@ -123,9 +125,8 @@ class Outbox:
         self.send()
         self._is_held = True
 
-    def release(self, first: Answer) -> None:
-        """Send an answer, and then what waits."""
-        self._link.send(first)
+    def release(self) -> None:
+        """Send what waits, from now on at once."""
         self._is_held = False
         self.send()
 
@@ -180,7 +181,10 @@ class ReplicaServer:
     def __init__(self, link: Link, start: StartEngine) -> None:
         self._link = link
         self._start = start
-        self._outbox = Outbox(link)
+        self._outboxes = {link: Outbox(link)}
+        """By connection: that of the server, and those of fronts."""
+        self._is_holding = False
+        """True from the load of weights to the answer of `adopt`. All outboxes are held."""
         self._completions: dict[int, Completion] = {}
         self._loaded: VllmEngine | None = None
         self._info: ModelInfo | None = None
@@ -191,30 +195,48 @@ class ReplicaServer:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
-        """Serve requests until the connection ends, which ends the process."""
-        async for request in self._link.requests():
+        """Serve requests until the connection to the server ends, which ends the process."""
+        loop, inbox = asyncio.get_running_loop(), asyncio.Queue[tuple[Link, ProcessRequest]]()
+
+        def deliver(link: Link, request: ProcessRequest) -> None:
+            with contextlib.suppress(RuntimeError):  # The loop is closed: the process ends.
+                loop.call_soon_threadsafe(inbox.put_nowait, (link, request))
+
+        self._address = admit_fronts(self._link, deliver).address
+        self._link.read_forever(partial(deliver, self._link))
+        while True:
+            link, request = await inbox.get()
+            outbox = self._outboxes.setdefault(link, Outbox(link, is_held=self._is_holding))
             if request.op in _SLOW:
-                task = asyncio.create_task(self._answer(request))
+                task = asyncio.create_task(self._answer(request, outbox))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
             else:
-                await self._answer(request)
+                await self._answer(request, outbox)
+            if request.op == LEAVE:
+                del self._outboxes[link]
 
-    async def _answer(self, request: ProcessRequest) -> None:
+    async def _answer(self, request: ProcessRequest, outbox: Outbox) -> None:
         op, id, _, args = request
-        with self._answering(request):
+        with self._answering(request, outbox):
+            if op in _OF_CONNECTION:
+                await getattr(self, f"_{op}")(outbox, *args)
+                return
             result = await getattr(self, f"_{op}")(*args)
             if op == "adopt":
-                self._outbox.release(Answer(id, result))
-            elif op not in _UNANSWERED:
-                self._outbox.put(Answer(id, result))
+                self._link.send(Answer(id, result))
+                self._is_holding = False
+                for held in self._outboxes.values():
+                    held.release()
+            else:
+                outbox.put(Answer(id, result))
 
     @contextlib.contextmanager
-    def _answering(self, request: ProcessRequest) -> Iterator[None]:
+    def _answering(self, request: ProcessRequest, outbox: Outbox) -> Iterator[None]:
         """As `rpc.answering`. An engine that is dead, or has half of its weights, ends the process."""
 
         def send(answer: Answer) -> None:
-            (self._link.send if answer.ends else self._outbox.put)(answer)
+            (self._link.send if answer.ends else outbox.put)(answer)
 
         def ends(error: Exception) -> bool:
             return request.op == "adopt" or type(error).__name__ == "EngineDeadError"
@@ -231,11 +253,13 @@ class ReplicaServer:
         log.error("the engine is dead: %s: %s", type(error).__name__, error)
         self._link.exit(1)
 
-    async def _load(self, model: ModelConfig, info: ModelInfo, sampler: SamplerConfig, compute: ComputeConfig) -> None:
+    async def _load(self, model: ModelConfig, info: ModelInfo, sampler: SamplerConfig, compute: ComputeConfig) -> str:
+        """Load the model; returns the address at which fronts connect."""
         self._loaded = await self._start(self._link, model, info, sampler, compute)
         self._tasks.add(asyncio.create_task(self._end_with(self._loaded)))
         self._info = info
         self._places = asyncio.Semaphore(sampler.max_concurrent)
+        return self._address
 
     async def _adopt(self, publication: Publication) -> list[float]:
         engine = self._loaded
@@ -256,7 +280,7 @@ class ReplicaServer:
                 )  # fmt: skip
 
     async def _change_weights(self, engine: VllmEngine, publication: Publication, path: Path) -> list[float]:
-        """Pause, load, resume, and score the probe; returns its log-probabilities. The outbox is held from then on.
+        """Pause, load, resume, and score the probe; returns its log-probabilities. Outboxes are held from then on.
 
         The probe is requested during the pause, so the engine computes it before the contexts of running completions.
         """
@@ -267,7 +291,9 @@ class ReplicaServer:
         paused = time.monotonic()
         await engine.load(path, publication.adapter)
         loaded = time.monotonic()
-        self._outbox.hold()
+        self._is_holding = True
+        for outbox in self._outboxes.values():
+            outbox.hold()
         self._version = publication.version
         probe = await engine.queue_score(np.array(publication.probe_tokens, np.int32), 0, comes_first=True)
         await engine.resume(publication.version)
@@ -291,24 +317,31 @@ class ReplicaServer:
         async with self._scoring:
             return await engine.score(np.asarray(tokens, np.int32), num_likeliest)
 
-    async def _sample(self, id: int, tokens: Any, params: SamplingParams, num_sampled: int = 0) -> None:
+    async def _sample(self, outbox: Outbox, id: int, tokens: Any, params: SamplingParams, num_sampled: int = 0) -> None:
         engine = self._sampling_engine()
         assert self._info is not None
-        completion = self._completions[id] = Completion(id, params, frozenset(self._info.end_tokens))
+        completion = self._completions[id] = Completion(id, outbox, params, frozenset(self._info.end_tokens))
         prompt = np.asarray(tokens, np.int32)
         completion.task = asyncio.create_task(self._complete(engine, completion, prompt, num_sampled))
 
-    async def _cancel(self, id: int) -> None:
-        """Drop a completion, unless it has ended."""
-        if (completion := self._completions.pop(id, None)) is not None and completion.task is not None:
+    async def _cancel(self, outbox: Outbox, id: int) -> None:
+        """Drop a completion of a connection, unless it has ended."""
+        completion = self._completions.get(id)
+        if completion is not None and completion.outbox is outbox and completion.task is not None:
+            del self._completions[id]
             completion.task.cancel()
+
+    async def _leave(self, outbox: Outbox) -> None:
+        """Drop all completions of a connection that ended."""
+        for id in [id for id, completion in self._completions.items() if completion.outbox is outbox]:
+            await self._cancel(outbox, id)
 
     async def _complete(
         self, engine: VllmEngine, completion: Completion, prompt: NDArray[np.int32], num_sampled: int
     ) -> None:
         """Sample one completion. Its failure ends this completion, or the process if the engine is dead."""
         id = completion.id
-        with self._answering(ProcessRequest("sample", id, None, ())):
+        with self._answering(ProcessRequest("sample", id, None, ()), completion.outbox):
             try:
                 await engine.check(prompt, completion.params, num_sampled)
                 async with self._places:
@@ -323,7 +356,7 @@ class ReplicaServer:
 
     def _put(self, completion: Completion, reason: FinishReason | None) -> None:
         for piece in completion.pieces(reason):
-            self._outbox.put((completion.id, piece))
+            completion.outbox.put((completion.id, piece))
 
     def _sampling_engine(self) -> VllmEngine:
         if self._loaded is None or self._version is None:
