@@ -139,7 +139,7 @@ def check(world: World, found: Completed, wanted: Wanted) -> None:
         else:
             top_k, top_p = (params.top_k, params.top_p) if params.temperature else (0, 1.0)
             members = decode_set(found.support[i], len(logits))
-            if found.support[i] != restrict(logits.clone(), top_k, top_p, b""):
+            if [found.support[i]] != restrict(logits[None].clone(), np.array([top_k]), np.array([top_p]), [b""]):
                 check_truncation(logits, members, top_k, top_p)
             logits = logits.masked_fill(~torch.from_numpy(members), -torch.inf)
         assert abs(float(logits.log_softmax(-1)[token]) - found.logprobs[i]) <= TOLERANCE, (i, version)
@@ -193,10 +193,17 @@ def test_reported_is_what_it_was_sampled_from(world: World) -> None:
 
 
 def test_a_seed_gives_the_same_tokens_alone_and_beside_others(world: World) -> None:
-    wanted = Wanted(prompt(3, 11), SamplingParams(max_tokens=20, seed=-7))
+    """If a client named it. Else vLLM needs no generator for the request, and draws other tokens each time."""
+    params = SamplingParams(max_tokens=20, seed=-7, is_reproducible=True)
+    wanted = Wanted(prompt(3, 11), params)
     alone = world.replica.sample(wanted)
-    others = {i: Wanted(prompt(i, 40 + i), SamplingParams(max_tokens=20, seed=2**70 + i)) for i in range(1, 8)}
+    others = {i: Wanted(prompt(i, 40 + i), replace(params, seed=2**70 + i)) for i in range(1, 8)}
     assert world.replica.sample({0: wanted, **others})[0].tokens == alone.tokens
+    derived = replace(wanted, params=replace(params, is_reproducible=False))
+    found = world.replica.sample(dict.fromkeys(range(3), derived))
+    assert len({tuple(one.tokens) for one in [alone, *found.values()]}) == 4
+    for one in found.values():
+        check(world, one, derived)
 
 
 def test_a_grammar_is_followed_also_from_tokens_sampled_elsewhere(world: World) -> None:

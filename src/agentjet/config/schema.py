@@ -185,7 +185,8 @@ class JobConfig(Section):
     keep_best: bool = True
     """Tag the checkpoint with the best held-out score as `best`; save one if that version has none."""
     seed: Int64 = 0
-    """Seed of all random numbers on the server."""
+    """Seed of all random numbers on the server. Replicas use seeds only for requests and episodes that name one;
+    their other answers are random."""
     side_calls: tuple[SideCallRule, ...] = Field((), max_length=16)
     """Rules for side calls of agents: a separate role, or no training. The first matching rule applies."""
     sampling: SamplingConfig = SamplingConfig()

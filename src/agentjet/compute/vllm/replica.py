@@ -269,9 +269,9 @@ class ReplicaServer:
         loaded = time.monotonic()
         self._outbox.hold()
         self._version = publication.version
-        probe = await engine.queue_score(np.array(publication.probe_tokens, np.int32), 0, comes_first=True)
+        probe = await engine.queue_probe(np.array(publication.probe_tokens, np.int32))
         await engine.resume(publication.version)
-        logprobs = [score.logprob for score in await probe]
+        logprobs = await probe
         log.info(
             "version %d: paused in %.2f s, loaded in %.2f s, probe scored in %.2f s",
             publication.version, paused - started, loaded - paused, time.monotonic() - loaded,
