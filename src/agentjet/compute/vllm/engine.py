@@ -3,6 +3,8 @@
 * vLLM gets token ids, and never text. Prompts are checked before, because some requests end the whole engine.
 * Log-probabilities are those of the sampled distribution. Restrictions are ours, so that a set is exactly the embedded
   backend's and is known. vLLM itself gets neither grammar nor truncation.
+* On GPUs vLLM starts a step before it has the tokens of the last one, by its own default. Only a restriction waits for
+  them, beside the computation of the step. Tests do the same on a CPU; it has not run on a GPU.
 * A change of weights drops every cached key. Completions that run are computed again under the new weights.
 * Weights arrive through vLLM's own interface for weight transfer, as a file: see `FileTransfer`.
 * An adapter is read into the one adapter that vLLM has. vLLM keeps the keys of the old one: see above.
@@ -442,7 +444,6 @@ def engine_settings(
         "tensor_parallel_size": compute.tensor_parallel,
         "logprobs_mode": "processed_logprobs",
         "max_logprobs": -1,
-        "async_scheduling": False,  # A restriction needs the token before.
         "disable_log_stats": True,
     }
     if publishes_adapter(model.lora, AutoConfig.from_pretrained(folder, trust_remote_code=False).architectures):
@@ -471,7 +472,7 @@ def set_environment(model: ModelConfig, compute: ComputeConfig) -> None:
     from vllm.platforms import current_platform
 
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
-    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # The second runner does not have `AdapterLogitsProcessor`.
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # The second runner does not call `Restrictions`.
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # `replica_path` ends processes that are not forks.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     if current_platform.is_cpu():
