@@ -415,8 +415,9 @@ class Fleet:
         """Start replicas until there are enough. An ended one counts until its process is gone: it may have a GPU."""
         while self._failure is None and len(self._lives) < self.count:
             self._num_started += 1
-            places = max(2, int(self._settings.max_concurrent * PLACES))
-            name, load = f"{self.policy}/replica-{self._num_started}", Load(places, self._settings.cache_tokens)
+            max_concurrent, cache_tokens = self._settings.limits
+            load = Load(max(2, int(max_concurrent * PLACES)), cache_tokens)
+            name = f"{self.policy}/replica-{self._num_started}"
             replica = ReplicaHandle(name, load, self._timeout)
             self._lives[replica] = asyncio.create_task(self._live(replica))
 

@@ -429,8 +429,8 @@ def engine_settings(
     from vllm.platforms import current_platform
 
     folder = _model_folder(model)
-    limit = min(info.context_length, sampler.cache_tokens)
-    places = sampler.max_concurrent + EXTRA_REQUESTS
+    max_concurrent, cache_tokens = sampler.limits
+    limit, places = min(info.context_length, cache_tokens), max_concurrent + EXTRA_REQUESTS
     settings: dict[str, Any] = {
         "model": folder,
         "dtype": info.dtype,
@@ -439,7 +439,7 @@ def engine_settings(
         "generation_config": "vllm",  # The model's own defaults would change the distribution.
         "max_model_len": limit,
         "max_num_seqs": places,
-        "num_gpu_blocks_override": -(-sampler.cache_tokens // BLOCK_TOKENS) + 1,
+        "num_gpu_blocks_override": -(-cache_tokens // BLOCK_TOKENS) + 1,
         "block_size": BLOCK_TOKENS,
         "tensor_parallel_size": compute.tensor_parallel,
         "logprobs_mode": "processed_logprobs",

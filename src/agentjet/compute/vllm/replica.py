@@ -235,7 +235,7 @@ class ReplicaServer:
         self._loaded = await self._start(self._link, model, info, sampler, compute)
         self._tasks.add(asyncio.create_task(self._end_with(self._loaded)))
         self._info = info
-        self._places = asyncio.Semaphore(sampler.max_concurrent)
+        self._places = asyncio.Semaphore(sampler.limits.max_concurrent)
 
     async def _adopt(self, publication: Publication) -> list[float]:
         engine = self._loaded
