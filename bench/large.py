@@ -15,7 +15,7 @@ from typing import Any
 from agentjet.compute.memory import model_size, rank_need, replica_need, sampling_rate
 from agentjet.config import SamplerConfig
 from bench import ours
-from bench.machine import copy_bandwidth
+from bench.machine import copy_bandwidth, product_rate
 from bench.random_model import SIZES, make_model
 from bench.workload import Workload
 
@@ -29,10 +29,15 @@ def measure(folder: Path, workload: Workload) -> dict[str, Any]:
     step = ours.run(workload, "bfloat16")
     size = model_size(folder)
     learner = rank_need(size, ranks=1, sharding="gathered")
-    sampler = replica_need(size, cache_tokens=SamplerConfig().cache_tokens)
+    sampler = replica_need(size, cache_tokens=SamplerConfig().limits.cache_tokens)
     bandwidth = copy_bandwidth()
     bound = sampling_rate(
-        sampler, size, bandwidth=bandwidth, concurrent=CONCURRENT, context=PROMPT + workload.new_tokens // 2
+        sampler,
+        size,
+        bandwidth=bandwidth,
+        arithmetic=product_rate(),
+        concurrent=CONCURRENT,
+        context=PROMPT + workload.new_tokens // 2,
     )
     return {
         "parameters": size.num_parameters,

@@ -16,7 +16,7 @@ import numpy as np
 
 from agentjet.compute.learner import PolicyLearner
 from agentjet.compute.model import load_policy
-from agentjet.compute.rank import HEAP, make_deterministic
+from agentjet.compute.rank import HEAP, make_deterministic, sampler_limits
 from agentjet.compute.sampler import ModelSampler, NewToken
 from agentjet.config import JobConfig, ModelConfig, SamplerConfig
 from agentjet.config.schema import OptimizerConfig
@@ -36,8 +36,7 @@ def run(workload: Workload, dtype: str) -> dict[str, Any]:
     )
     policy.end_tokens = frozenset()  # as in every contender: end tokens are ordinary here
     renderer = Renderer(policy.info)
-    settings = SamplerConfig()
-    sampler = ModelSampler(policy, settings.max_concurrent, settings.cache_tokens)
+    sampler = ModelSampler(policy, *sampler_limits(policy, SamplerConfig()))
     learner = PolicyLearner(policy)
     job = JobConfig(
         batch_size=workload.num_prompts,

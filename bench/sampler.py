@@ -12,16 +12,23 @@ last line; `ratio` is our tokens per second over the library's.
 * `restricted_cost`: a step of 64 completions with `top_p = 0.9`, divided by one without;
 * `beside_prompt`: tokens per second of short calls beside a prompt of 8,000 tokens, divided by their own alone;
   `beside_sum`: the same plus the ratio of the prompt's speed.
+
+`--replica` measures a vLLM replica with its connection, in turn with vLLM's own API and the same settings, on one core:
+`sampler_efficiency` is the quotient of their fastest batches of 64 completions. It needs the sampler's environment.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
+import os
 import statistics
+import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -319,6 +326,71 @@ def measure_host(model: str, *, quick: bool) -> dict[str, float]:
     return figures if quick else {**figures, "restricted_cost": restricted_cost(model), **beside_prompt(model)}
 
 
+# ---- a replica against vLLM's own API --------------------------------------------------------------------------------
+
+REPLICA_TOKENS, REPLICA_BATCHES = 48, 6
+
+
+@contextmanager
+def own_api(python: str, job: dict[str, Any]) -> Iterator[Callable[[list[list[int]]], float]]:
+    """Starts vLLM's own API. A call samples a batch of prompts and returns its seconds."""
+    answers, written = os.pipe()
+    paths = os.pathsep.join(map(str, (ROOT / "src", ROOT)))
+    with (
+        subprocess.Popen(
+            [python, "-m", "bench.scaling.own_api", json.dumps({**job, "answers": written})],
+            stdin=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": paths},
+            pass_fds=[written],
+            text=True,
+        ) as process,
+        os.fdopen(answers) as lines,
+    ):
+        os.close(written)
+
+        def seconds(batch: list[list[int]]) -> float:
+            assert process.stdin is not None
+            print(json.dumps(batch), file=process.stdin, flush=True)
+            return float(lines.readline())
+
+        yield seconds
+
+
+def replica_speed() -> dict[str, float]:
+    """Tokens per second of a replica and of vLLM's own API, the best of some batches in turn; one more comes first."""
+    from agentjet.compute.policy import resolve_dtype
+    from agentjet.types import SamplingParams
+    from tests.cluster.local_replica import Completed, Wanted, running, sampler_python
+
+    python = sampler_python()
+    if python is None:
+        sys.exit("--replica needs vLLM: agentjet cluster install, or set AGENTJET_SAMPLER_PYTHON")
+    params = SamplingParams(max_tokens=REPLICA_TOKENS, piece_tokens=16)
+    found: dict[str, list[float]] = {"replica": [], "vllm": []}
+    dtype = str(resolve_dtype("auto", torch.device("cpu"))).removeprefix("torch.")
+    with running(python, dtype) as world:
+        job: dict[str, Any] = {
+            "model": world.model.model_dump(mode="json"),
+            "sampler": world.sampler.model_dump(mode="json"),
+            "info": dataclasses.asdict(world.policy.info),
+            "new_tokens": REPLICA_TOKENS,
+        }
+        with own_api(python, job) as vllm:
+            for number in range(REPLICA_BATCHES + 1):
+                rng = np.random.default_rng(number)
+                batch = rng.integers(20, 40_000, (world.sampler.max_concurrent, SHORT)).tolist()
+                began = time.perf_counter()
+                done: dict[int, Completed] = world.replica.sample(
+                    {i: Wanted(one, params) for i, one in enumerate(batch)}
+                )
+                found["replica"].append(time.perf_counter() - began)
+                assert all(len(one.tokens) == REPLICA_TOKENS for one in done.values())
+                found["vllm"].append(vllm(batch))
+    total = len(batch) * REPLICA_TOKENS
+    rates = {f"{name}_tokens_s": total / min(seconds[1:]) for name, seconds in found.items()}
+    return {**rates, "sampler_efficiency": rates["replica_tokens_s"] / rates["vllm_tokens_s"]}
+
+
 # ---- the comparison --------------------------------------------------------------------------------------------------
 
 
@@ -348,6 +420,7 @@ def main() -> None:
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=[*WORKLOADS])
     parser.add_argument("--host", action="store_true", help="measure our sampler alone")
     parser.add_argument("--quick", action="store_true", help="with --host: without a model")
+    parser.add_argument("--replica", action="store_true", help="measure a vLLM replica against vLLM's own API")
     parser.add_argument("--one", nargs=2, metavar=("CONTENDER", "WORKLOAD"), help="used by the bench itself")
     arguments = parser.parse_args()
     if arguments.one:
@@ -356,6 +429,11 @@ def main() -> None:
     if arguments.host:
         figures = measure_host(arguments.model, quick=arguments.quick)
         report("sampler", figures, bounded(figures, BOUNDS_BELOW, BOUNDS_ABOVE), machine=False)
+        return
+    if arguments.replica:
+        torch.set_num_threads(1)
+        speeds = replica_speed()
+        report("sampler", speeds, bounded(speeds, {"sampler_efficiency": 1.0}, {}), machine=False)
         return
     found = {name: compare(arguments, name) for name in arguments.workloads}
     report("sampler", {"workloads": found}, grid(found), machine=False)

@@ -27,7 +27,7 @@ RANK = 16
 PEAK, UTILISATION, BANDWIDTH = 989e12, 0.52, 3.35e12
 """bfloat16 FLOP/s of an H100 (data sheet), the share that learning reached on an H200, and bytes a second."""
 SAMPLER_SHARE = 0.5
-"""Assumed share of the bandwidth's limit that a sampler reaches."""
+"""Assumed share of the limit that a sampler reaches."""
 BATCHES, EPISODES, GROUP, TURNS, PROMPT, CONTEXT, SAMPLED = 200, 64, 8, 8, 1_000, 300, 300
 LEARNED = BATCHES * (EPISODES // GROUP * PROMPT + EPISODES * TURNS * (CONTEXT + SAMPLED))
 """Distinct tokens of the job: a group shares its prompt."""
@@ -65,7 +65,8 @@ def time_row(name: str, size: ModelSize) -> str:
     learning = PEAK * UTILISATION / (6 * size.num_parameters)
     context = PROMPT + TURNS * (CONTEXT + SAMPLED) // 2
     need = replica_need(size, cache_tokens=EPISODES * context)
-    sampling = SAMPLER_SHARE * sampling_rate(need, size, bandwidth=BANDWIDTH, concurrent=EPISODES, context=context)
+    limit = sampling_rate(need, size, bandwidth=BANDWIDTH, arithmetic=PEAK, concurrent=EPISODES, context=context)
+    sampling = SAMPLER_SHARE * limit
     sampled = BATCHES * EPISODES * TURNS * SAMPLED
     return (
         f"| {name} | {learning:,.0f} | {sampling:,.0f} | {hours(LEARNED / learning)} | {hours(sampled / sampling)} "

@@ -32,14 +32,19 @@ HEADER = (
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU's bytes of memory, and the bytes that it reads in a second."""
+    """A GPU's bytes of memory, the bytes that it reads in a second, and its bfloat16 FLOP/s (data sheets)."""
 
     name: str
     memory: int
     bandwidth: float
+    arithmetic: float
 
 
-GPUS = (Gpu("24 GB", 24 * GB, 1.0e12), Gpu("80 GB", 80 * GB, 3.35e12), Gpu("141 GB", 141 * GB, 4.8e12))
+GPUS = (
+    Gpu("24 GB", 24 * GB, 1.0e12, 165e12),
+    Gpu("80 GB", 80 * GB, 3.35e12, 989e12),
+    Gpu("141 GB", 141 * GB, 4.8e12, 989e12),
+)
 
 
 def _model(
@@ -99,7 +104,14 @@ def _sampler(size: ModelSize, gpu: Gpu) -> list[str]:
         if count > MOST_PARALLEL:
             return ["none", "-", "-"]
     whole = replica_need(size, cache_tokens=CACHE_TOKENS)
-    rate = sampling_rate(whole, size, bandwidth=count * gpu.bandwidth, concurrent=CONCURRENT, context=CONTEXT)
+    rate = sampling_rate(
+        whole,
+        size,
+        bandwidth=count * gpu.bandwidth,
+        arithmetic=count * gpu.arithmetic,
+        concurrent=CONCURRENT,
+        context=CONTEXT,
+    )
     return [str(count), _gigabytes(need.total), f"{round(rate, -2 if rate < 10_000 else -3):,.0f} {ESTIMATED}"]
 
 

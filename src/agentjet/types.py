@@ -243,8 +243,7 @@ class SamplingParams:
 
     `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 truncate nothing. `grammar` (Lark in the syntax of `llguidance`,
     empty for none) restricts the tokens before temperature and truncation, and ends a completion that satisfies it.
-    A piece has at most `piece_tokens` tokens. The same seed, prompt and weights give the same tokens, independent of
-    other calls, up to rounding in batches.
+    A piece has at most `piece_tokens` tokens.
     """
 
     max_tokens: int
@@ -252,6 +251,9 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0
     seed: int = 0
+    """The same seed, prompt and weights give the same tokens, independent of other calls, up to rounding in batches."""
+    is_reproducible: bool = False
+    """True if a client named the seed, in the request or for the episode. A sampler may ignore other seeds."""
     piece_tokens: int = 1
     stream_seconds: float | None = None
     """Seconds in which the tokens of a stream become one piece: see `is_due`. None if only the end counts."""

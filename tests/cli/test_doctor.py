@@ -89,7 +89,7 @@ FAR = {"policies": {"far": {"compute": RAY}, "here": {}}, "compute": {**RAY, "ad
         ({"ranks": 4, "sharding": "gathered"}, OFFLOAD, replace(EIGHT, memory=100 * GB), [
             "problem policy: 128.5 of 100.0 GB"]),
         ({"backend": "embedded"}, OFFLOAD, EIGHT, [
-            "the worker: 40.8 GB (weights 16.1, gradients 16.1, cache 8.6) of 48.0 GB"]),
+            "(weights 16.1, gradients 16.1, cache 15.9) of 48.0 GB"]),
         ({"backend": "embedded"}, OFFLOAD, LAPTOP, [
             "note policy: model.offload_optimizer changes nothing, because it learns on CPUs"]),
         # GPUs and cores.
@@ -131,13 +131,21 @@ FAR = {"policies": {"far": {"compute": RAY}, "here": {}}, "compute": {**RAY, "ad
         ({"address": "127.0.0.1:9"}, {}, EIGHT, ["problem compute.address = '127.0.0.1:9': nothing listens there"]),
         ({"address": "auto"}, {}, LAPTOP, ["no Ray node runs here: run `ray start --head`"]),
         ({"host": "203.0.113.1"}, {}, EIGHT, ["problem compute.host = '203.0.113.1': "]),
-        # Weights of 2 bytes, gradients of 4, masters and moments of 12, and keys and values of 65,536 tokens.
+        # Weights of 2 bytes, gradients of 4, masters and moments of 12, and keys and values of 8 rows of 1,024 tokens.
         ({"backend": "embedded"}, {}, EIGHT, [
-            "problem policy: the worker: 153.2 GB (weights 16.1, gradients 32.1, optimiser 96.4, cache 8.6) of 48.0 GB "
+            "problem policy: the worker: 145.7 GB (weights 16.1, gradients 32.1, optimiser 96.4, cache 1.1) of 48.0 GB "
             "usable: does not fit; train an adapter (model.lora.rank), set model.offload", "-vllm", "-ranks"]),
         ({"backend": "embedded"}, {"model.dtype": "float32"}, EIGHT, [  # The weights are their own masters.
-            "the worker: 145.6 GB (weights 32.1, gradients 32.1, optimiser 64.2, cache 17.2) of 48.0 GB usable"]),
+            "the worker: 130.5 GB (weights 32.1, gradients 32.1, optimiser 64.2, cache 2.1) of 48.0 GB usable"]),
         ({"backend": "embedded", "sampler_python": ""}, {}, EIGHT, ["-one is 'embedded'"]),
+        # What the embedded sampler takes, and what it does not get.
+        ({"backend": "embedded"}, {}, replace(EIGHT, gpus=(400 * GB,)), [
+            "ok policy: 512 completions at a time (sampler.max_concurrent) in a cache of 728266 tokens (sampler.cache",
+            "ok policy: the worker: ", "cache 95.5) of 240.0 GB usable"]),
+        ({"backend": "embedded"}, {"sampler.cache_tokens": 10**7}, replace(EIGHT, gpus=(400 * GB,)), [
+            "problem policy: sampler.cache_tokens = 10000000 does not fit the memory", "which holds 728"]),
+        ({"backend": "embedded"}, {"sampler.max_concurrent": 4000}, replace(EIGHT, gpus=(400 * GB,)), [
+            "problem policy: sampler.max_concurrent = 4000 does not fit the memory", "which holds 711: lower it"]),
         ({"backend": "embedded", "sampler_python": "", "ranks": 2, "colocated": True}, {}, EIGHT, [
             "note policy: compute.ranks, compute.colocated: for compute.backend = 'cluster', and this one is"]),
     ],

@@ -280,7 +280,7 @@ class FakeReplica:
     def _step(self) -> None:
         """Sample a token for each completion that has a place."""
         time.sleep(self._hooks.step_seconds)
-        for completion in list(self._running)[: self._settings.max_concurrent]:
+        for completion in list(self._running)[: self._settings.limits.max_concurrent]:
             token = draw(completion.context, completion.params.seed, self._weights)
             if not completion.tokens:
                 completion.since = time.monotonic()

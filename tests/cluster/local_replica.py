@@ -88,12 +88,14 @@ class Wanted:
 class LocalReplica:
     """A replica process and the gateway's end of its connection."""
 
-    def __init__(self, python: str, log_path: Path) -> None:
+    def __init__(self, python: str, log_path: Path, *paths: Path) -> None:
+        """`paths` come before that of every replica."""
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         self._folder = SharedFolder(places()[0])
         command = (python, "-m", "agentjet.compute.vllm.replica")
-        launch = Launch("replica", command, log_path, {"PYTHONPATH": str(REPLICA_PATH)}, shares_gpus=True)
+        found = os.pathsep.join(map(str, (*paths, REPLICA_PATH)))
+        launch = Launch("replica", command, log_path, {"PYTHONPATH": found}, shares_gpus=True)
         self.peer: Peer = self.do(self._start(launch), START_SECONDS)
         pid = int(self._supervisor.place("replica").split()[-1])
         self.process = psutil.Process(pid)

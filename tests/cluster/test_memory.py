@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from agentjet.compute.group import Sharding
 from agentjet.compute.memory import (
     Learning,
+    SamplerRoom,
     activation_bytes,
     adapter_parameters,
     fewest_ranks,
@@ -18,9 +20,11 @@ from agentjet.compute.memory import (
     parameters_in,
     rank_need,
     replica_need,
+    sampling_rate,
     size_from_config,
     states_need,
 )
+from agentjet.config import SamplerConfig
 from agentjet.errors import ConfigError
 
 LLAMA_8B = {
@@ -139,6 +143,77 @@ def test_a_replica() -> None:
     need = replica_need(size, cache_tokens=1000, tensor_parallel=2)
     assert need.weights == size.num_parameters
     assert need.cache == 2 * 32 * 8 * 128 * 1000
+
+
+H200 = SamplerRoom(left=115 * GB, kept=56 * GB, by_token=98_304, by_row=0, context=8192)
+"""One H200 beside a learner of 1.4 billion parameters."""
+SMALL = SamplerRoom(left=20 * GB, kept=9 * GB, by_token=98_304, by_row=0, context=8192)
+HYBRID = SamplerRoom(left=50 * GB, kept=30 * GB, by_token=24_576, by_row=158_000_000, context=262_144)
+STATES = SamplerRoom(left=50 * GB, kept=30 * GB, by_token=0, by_row=100_000_000, context=8192)
+FULL = SamplerRoom(left=8 * GB, kept=9 * GB, by_token=98_304, by_row=0, context=8192)
+
+
+@pytest.mark.parametrize(
+    ("room", "settings", "expected"),
+    [
+        (H200, {}, (512, 59 * GB // 98_304)),
+        (SMALL, {}, (64, 11 * GB // 98_304)),  # 109 rows of 1,024 tokens
+        (SMALL, {"max_concurrent": 100}, (100, 11 * GB // 98_304)),
+        (SMALL, {"cache_tokens": 40_000}, (32, 40_000)),
+        (SMALL, {"cache_tokens": 4096}, (8, 4096)),
+        (SMALL, {"max_concurrent": 300, "cache_tokens": 4096}, (300, 4096)),
+        (HYBRID, {}, (64, (20 * GB - 64 * 158_000_000) // 24_576)),
+        (HYBRID, {"cache_tokens": 100_000}, (64, 100_000)),
+        (STATES, {}, (128, 128 * 8192)),
+        (FULL, {}, (32, 4 * GB // 98_304)),  # Half of what is left.
+        (replace(FULL, left=-GB), {}, (8, 8192)),
+        (replace(H200, by_token=0), {}, (64, 65_536)),
+        (replace(H200, by_token=100), {}, (512, 512 * 8192)),
+    ],
+)
+def test_auto_takes_what_the_memory_holds(
+    room: SamplerRoom, settings: dict[str, int], expected: tuple[int, int]
+) -> None:
+    chosen = SamplerConfig.model_validate(settings)
+    assert room.limits(chosen, on_cuda=True) == expected
+    assert room.limits(chosen, on_cuda=False) == (
+        settings.get("max_concurrent", 64),
+        settings.get("cache_tokens", 65_536),
+    )
+    if room.left > 0:  # The numbers that it chose are not refused.
+        room.limits(SamplerConfig(max_concurrent=expected[0], cache_tokens=expected[1]), on_cuda=True)
+
+
+@pytest.mark.parametrize("on_cuda", [True, False])
+@pytest.mark.parametrize(
+    ("room", "settings", "message"),
+    [
+        (H200, {"cache_tokens": 10**7}, "cache_tokens = 10000000 .* holds 600179:"),
+        (SMALL, {"max_concurrent": 300}, "max_concurrent = 300 .* holds 109:"),
+        (HYBRID, {"max_concurrent": 512, "cache_tokens": 4096}, "max_concurrent = 512 .* holds 125:"),
+        (HYBRID, {"max_concurrent": 512}, "max_concurrent = 512 .* holds 109:"),
+    ],
+)
+def test_numbers_that_the_memory_does_not_hold_are_refused(
+    room: SamplerRoom, settings: dict[str, int], message: str, on_cuda: bool
+) -> None:
+    with pytest.raises(ConfigError, match=f"^sampler.{message} lower it, or set it to 'auto'$"):
+        room.limits(SamplerConfig.model_validate(settings), on_cuda=on_cuda)
+
+
+def test_the_rate_of_sampling_has_two_limits() -> None:
+    """Llama 3.1 8B on an H100: 64 rows are bound by memory, 1,024 short ones by arithmetic."""
+    size = size_from_config(LLAMA_8B)
+    need = replica_need(size, cache_tokens=65_536)
+    gpu = {"bandwidth": 3.35e12, "arithmetic": 989e12}
+    few, many = (sampling_rate(need, size, **gpu, concurrent=rows, context=100) for rows in (64, 1024))
+    assert few == pytest.approx(64 * 3.35e12 / (2 * 8.03e9 + 64 * 100 * 131_072), rel=1e-3)
+    assert many == pytest.approx(989e12 / (2 * 8.03e9), rel=1e-3)
+    experts = {**LLAMA_8B, "num_experts": 8, "num_experts_per_tok": 2}
+    unused = size_from_config(experts).unused_parameters
+    assert unused == 6 * 32 * 3 * 4096 * 14336
+    few = sampling_rate(need, size_from_config(experts), **gpu, concurrent=10**6, context=0)
+    assert few == pytest.approx(989e12 / 2 / (size_from_config(experts).num_parameters - unused))
 
 
 def test_an_adapter() -> None:

@@ -54,6 +54,7 @@ pytestmark = [
     pytest.mark.needs("vllm"),
 ]
 
+ASYNC_PATH = Path(__file__).parent / "async_path"
 TOLERANCE = 1e-4
 CONTEXT = 512
 SCHEMA = {
@@ -82,8 +83,9 @@ class World:
         return self.models[self.version]
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+@pytest.fixture(scope="module", params=[(), (ASYNC_PATH,)], ids=["", "async"])
+def world(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[World]:
+    """A replica as on a CPU, then one with the scheduling of GPUs."""
     folder = tmp_path_factory.mktemp("replica")
     config = ModelConfig(
         name=str(make_model(folder / "tiny", hidden=64)), device="cpu", dtype="float32", threads=1,
@@ -94,7 +96,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         models[version] = perturbed(models[0], version)
     info = load_policy(config).info
     assert PYTHON is not None
-    with LocalReplica(PYTHON, folder / "log") as replica:
+    with LocalReplica(PYTHON, folder / "log", *request.param) as replica:
         replica.load(config, info, SamplerConfig(max_concurrent=8, cache_tokens=4096), ComputeConfig())
         with pytest.raises(ComputeError, match="no weights yet"):
             replica.sample(Wanted([5, 6], SamplingParams(max_tokens=2)))
@@ -139,7 +141,7 @@ def check(world: World, found: Completed, wanted: Wanted) -> None:
         else:
             top_k, top_p = (params.top_k, params.top_p) if params.temperature else (0, 1.0)
             members = decode_set(found.support[i], len(logits))
-            if found.support[i] != restrict(logits.clone(), top_k, top_p, b""):
+            if [found.support[i]] != restrict(logits[None].clone(), np.array([top_k]), np.array([top_p]), [b""]):
                 check_truncation(logits, members, top_k, top_p)
             logits = logits.masked_fill(~torch.from_numpy(members), -torch.inf)
         assert abs(float(logits.log_softmax(-1)[token]) - found.logprobs[i]) <= TOLERANCE, (i, version)
@@ -178,9 +180,9 @@ DISTRIBUTIONS = {
 
 
 def test_reported_is_what_it_was_sampled_from(world: World) -> None:
-    """All distributions in one batch, twice of each."""
+    """All distributions in one batch, each with a named seed and without."""
     wanted = {
-        i: Wanted(prompt(i // 4, 9 + i), replace(params, seed=i, piece_tokens=1 + i % 5))
+        i: Wanted(prompt(i // 4, 9 + i), replace(params, seed=i, is_reproducible=i < 6, piece_tokens=1 + i % 5))
         for i, params in enumerate([*DISTRIBUTIONS.values()] * 2)
     }
     found = world.replica.sample(wanted)
@@ -193,10 +195,17 @@ def test_reported_is_what_it_was_sampled_from(world: World) -> None:
 
 
 def test_a_seed_gives_the_same_tokens_alone_and_beside_others(world: World) -> None:
-    wanted = Wanted(prompt(3, 11), SamplingParams(max_tokens=20, seed=-7))
+    """If a client named it. Else vLLM needs no generator for the request, and draws other tokens each time."""
+    params = SamplingParams(max_tokens=20, seed=-7, is_reproducible=True)
+    wanted = Wanted(prompt(3, 11), params)
     alone = world.replica.sample(wanted)
-    others = {i: Wanted(prompt(i, 40 + i), SamplingParams(max_tokens=20, seed=2**70 + i)) for i in range(1, 8)}
+    others = {i: Wanted(prompt(i, 40 + i), replace(params, seed=2**70 + i)) for i in range(1, 8)}
     assert world.replica.sample({0: wanted, **others})[0].tokens == alone.tokens
+    derived = replace(wanted, params=replace(params, is_reproducible=False))
+    found = world.replica.sample(dict.fromkeys(range(3), derived))
+    assert len({tuple(one.tokens) for one in [alone, *found.values()]}) == 4
+    for one in found.values():
+        check(world, one, derived)
 
 
 def test_a_grammar_is_followed_also_from_tokens_sampled_elsewhere(world: World) -> None:
@@ -226,7 +235,7 @@ def test_a_grammar_is_followed_also_from_tokens_sampled_elsewhere(world: World) 
 @pytest.mark.parametrize("suspends", [False, True])
 def test_publishes_reach_running_completions_whole(world: World, suspends: bool) -> None:
     """Three versions in one completion, with restricted ones beside it; each probe agrees with its learner."""
-    params = SamplingParams(max_tokens=400, seed=1)
+    params = SamplingParams(max_tokens=400, is_reproducible=True)
     wanted = {i: Wanted(prompt(i, 20), replace(params, seed=i, piece_tokens=1 + 7 * (i % 2))) for i in range(4)}
     wanted[4] = Wanted(prompt(4, 20), replace(params, top_p=0.8, piece_tokens=3))
     publications = {v: world.replica.publish(world.models[v], v) for v in (1, 2, 3)}

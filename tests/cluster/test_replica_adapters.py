@@ -96,7 +96,7 @@ def adapted(folder: str, seed: int) -> Any:
 @pytest.mark.needs("vllm")
 @pytest.mark.parametrize("suspends", [False, True])
 def test_adapters_reach_running_completions_whole(world: World, suspends: bool) -> None:
-    params = SamplingParams(max_tokens=300, seed=1)
+    params = SamplingParams(max_tokens=300, seed=1, is_reproducible=True)
     wanted = {i: Wanted(prompt(i, 100), replace(params, seed=i, piece_tokens=1 + 7 * (i % 2))) for i in range(4)}
     wanted[4] = Wanted(prompt(4, 20), replace(params, top_p=0.8, piece_tokens=3))
     publications = {v: world.replica.publish(world.models[v], v) for v in (1, 2, 3)}

@@ -32,7 +32,7 @@ from agentjet.config import ComputeConfig, ModelConfig, SamplerConfig
 from agentjet.errors import ComputeError, ConfigError, WorkerDied
 from agentjet.processes import guardian
 from agentjet.processes.rpc import Answer, Link, Peer, ProcessRequest, dial
-from agentjet.types import ModelInfo, PolicyId, Sampled, SamplingParams, TokenScore
+from agentjet.types import ModelInfo, PolicyId, Sampled, SamplingParams
 
 pytestmark = pytest.mark.anyio
 
@@ -83,16 +83,14 @@ class FakeEngine:
         finally:
             self.running.discard(id)
 
-    async def queue_score(
-        self, tokens: Any, num_likeliest: int, *, comes_first: bool
-    ) -> Coroutine[Any, Any, list[TokenScore]]:
+    async def queue_probe(self, tokens: Any) -> Coroutine[Any, Any, list[float]]:
         self.done.append("queue probe")
 
-        async def scores() -> list[TokenScore]:
+        async def logprobs() -> list[float]:
             await self.may_score.wait()
-            return [TokenScore(-2.0)] * (len(tokens) - 1)
+            return [-2.0] * (len(tokens) - 1)
 
-        return scores()
+        return logprobs()
 
     async def pause(self) -> None:
         self.done.append("pause")

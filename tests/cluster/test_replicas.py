@@ -29,7 +29,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
-from agentjet.compute.weights import PROBE_TOKENS, probe_failure
+from agentjet.compute.weights import PROBE_DECODED, PROBE_TOKENS, probe_failure
 from agentjet.config import SamplerConfig
 from agentjet.errors import ComputeError, ConfigError, GrammarError, OutOfCache, PolicyRemoved, WorkerDied
 from agentjet.types import Sampled, SamplingParams
@@ -495,6 +495,22 @@ def test_a_replica_with_the_old_weights_in_16_bits(change: float) -> None:
     stale = "its log-probabilities are nearer to those of version 1" if change > 0.1 else ""
     assert probe_failure(wanted, rounded(old), before) == stale
     assert probe_failure(wanted, rounded(old)) == "", "alone, it is within the rounding"
+
+
+@pytest.mark.parametrize(("dtype", "change"), [("float32", 0.01), ("bfloat16", 0.45)])
+def test_a_replica_that_decodes_with_the_old_weights(dtype: str, change: float) -> None:
+    """Its prompts are computed with the new ones. A change of four times the rounding is found, in 16 bits, too."""
+    chance = random.Random(0)
+    rounding = 0.0 if dtype == "float32" else 0.09
+    rounded = lambda values: tuple(value + chance.gauss(0, rounding) for value in values)  # noqa: E731
+    old = tuple(chance.uniform(-25, -5) for _ in range(PROBE_TOKENS - 1))
+    new = tuple(value + chance.gauss(0, change) for value in old)
+    before = replace(publication(1), dtype=dtype, probe_logprobs=rounded(old))
+    wanted = replace(publication(2), dtype=dtype, probe_logprobs=rounded(new))
+    half = (*rounded(new[:-PROBE_DECODED]), *rounded(old[-PROBE_DECODED:]))
+    assert probe_failure(wanted, rounded(new), before) == ""
+    reason = "largest error" if dtype == "float32" else "decoded tokens' mean error"
+    assert reason in probe_failure(wanted, half, before)
 
 
 # ---- close ----------------------------------------------------------------------------------------------------------

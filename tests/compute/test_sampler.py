@@ -23,7 +23,7 @@ import torch
 from agentjet.compute import sampler as sampler_module
 from agentjet.compute.policy import Policy
 from agentjet.compute.sampler import ModelSampler
-from agentjet.compute.token_choice import truncate
+from agentjet.compute.token_choice import restrict, truncate
 from agentjet.errors import OutOfCache
 from agentjet.timeline.forest import EVERYTHING, decode_set, encode_set
 from agentjet.types import SamplingParams
@@ -119,6 +119,10 @@ def test_rows_truncated_together_are_those_truncated_alone(vocabulary: int, spre
         assert [column[i] for column in found] == [
             column[0] for column in choose(logits[i : i + 1], [0], [params[i]], [masks[i]], [uniforms[i]])
         ]
+    tempered = logits / torch.tensor([[one.temperature] for one in params])
+    top_ks, top_ps = (np.array([getattr(one, name) for one in params]) for name in ("top_k", "top_p"))
+    assert restrict(tempered, top_ks, top_ps, masks) == found[2], "those of vLLM's rows"
+    assert [decode_set(members, vocabulary).tolist() for members in found[2]] == tempered.isfinite().tolist()
 
 
 def test_completions_of_a_row_share_its_distribution() -> None:

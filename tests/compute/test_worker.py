@@ -21,6 +21,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from agentjet.compute import checkpoint
@@ -195,6 +196,20 @@ def test_verbs_refusals_and_idempotent_learning(
         assert compute.processes(POLICY) == []
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("key", ["max_concurrent", "cache_tokens"])
+def test_numbers_that_the_memory_does_not_hold_are_refused(
+    tiny_folder: Path, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = SimpleNamespace(total=3 * 10**8, available=10**8)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: machine)
+    value = 4096 if key == "max_concurrent" else 10**9
+    rank = Rank(lambda message: None)
+    with pytest.raises(ConfigError, match=rf"^sampler.{key} = {value} does not fit the memory .* holds \d+: lower it"):
+        rank.handle("add", POLICY, model_config(tiny_folder), SamplerConfig.model_validate({key: value}))
+    rank.handle("add", POLICY, model_config(tiny_folder), SamplerConfig())
+    assert rank.policies[POLICY].sampler is not None
 
 
 def test_a_stream_has_the_tokens_of_a_plain_completion_in_pieces_of_equal_times(tiny_folder: Path) -> None:

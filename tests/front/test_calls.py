@@ -251,3 +251,14 @@ def test_without_a_seed_the_number_of_the_episode_counts() -> None:
     assert choice_seed(None, 0, 7, episode(), 0) == choice_seed(None, 0, 7, episode(id="other"), 0)
     assert choice_seed(None, 0, 7, episode(), 0) != choice_seed(None, 0, 7, episode(seq=2), 0)
     assert choice_seed(3, 0, 7, episode(seed=5), 0) == 3, "the request's own seed comes first"
+
+
+async def test_only_a_named_seed_is_to_be_reproduced(tmp_path: Path) -> None:
+    async with running(tmp_path / "d") as run:
+        plain = await run.gateway.begin(BeginRequest(task_id="t"))
+        seeded = await run.gateway.begin(BeginRequest(task_id="u", seed=5))
+        for episode, seed in [(plain, None), (plain, 0), (seeded, None)]:
+            await run.say(episode.id, seed=seed, choices=2)
+        named = [asked.params.is_reproducible for asked in run.compute.asked]
+        assert named == [False, False, True, True, True, True]
+        assert len({asked.params.seed for asked in run.compute.asked}) == 6

@@ -261,7 +261,7 @@ def _num_gpus(compute: ComputeConfig) -> int:
 
 def _memory(settings: ServeConfig, policy: str, machine: Hardware) -> Iterator[Check]:
     """Yields the memory of one rank and one replica, or of the worker."""
-    from agentjet.compute.memory import Learning, adapter_parameters, model_size, optimizer_bytes
+    from agentjet.compute.memory import DEFAULT_CONTEXT, Learning, adapter_parameters, model_size, optimizer_bytes
     from agentjet.recipes import hooks
 
     model, compute = settings.model_of(policy), settings.compute_of(policy)
@@ -294,7 +294,9 @@ def _memory(settings: ServeConfig, policy: str, machine: Hardware) -> Iterator[C
     )
     if model.offload_optimizer and not on_gpu:
         yield "note", f"{policy}: model.offload_optimizer changes nothing, because it learns on CPUs"
-    fit = _Fit(policy, size, learning, settings.sampler, machine, on_gpu)
+    longest = (config.get("text_config") or config).get("max_position_embeddings")
+    context = model.context_length or longest or DEFAULT_CONTEXT
+    fit = _Fit(policy, size, learning, settings.sampler, context, machine, on_gpu)
     yield from fit.cluster(compute) if compute.backend == "cluster" else fit.embedded()
     ranks = compute.ranks if compute.backend == "cluster" else 1
     yield fit.activations(settings.job.micro_batch_tokens, ranks, is_recomputed=model.activation_checkpointing)
@@ -339,6 +341,8 @@ class _Fit:
     size: ModelSize
     learning: Learning
     sampler: SamplerConfig
+    context: int
+    """Tokens of the longest sequence."""
     machine: Hardware
     on_gpu: bool
 
@@ -348,21 +352,32 @@ class _Fit:
 
     def embedded(self) -> Iterator[Check]:
         """Yields what the worker needs: a learner with the sampler's cache."""
-        from agentjet.compute.memory import USABLE, replica_need, states_need
+        from agentjet.compute.memory import USABLE, SamplerRoom, embedded_need, states_need
 
-        value_bytes = self.learning.value_bytes
-        cache = replica_need(self.size, cache_tokens=self.sampler.cache_tokens, value_bytes=value_bytes).cache
-        cache += states_need(self.size, self.sampler.max_concurrent)
-        need = replace(self._rank(1, "gathered"), cache=cache)
-        if self.learning.offload:  # Gradients move after each micro-batch: the device has them in the weights' type.
-            need = replace(need, gradients=need.gradients * value_bytes // 4)
-        elif value_bytes == 4:  # The weights are their own masters: moments only.
-            learned = self.learning.trained or self.size.num_parameters
-            need = replace(need, optimizer=need.optimizer - 4 * learned)
+        need = embedded_need(self.size.num_parameters, self.learning)
+        room = SamplerRoom(
+            left=self.device - need.total,
+            kept=int((1 - USABLE) * self.device) if self.on_gpu else 0,
+            by_token=self.size.cache_values * self.learning.value_bytes,
+            by_row=states_need(self.size, 1),
+            context=self.context,
+        )
+        try:
+            limits = room.limits(self.sampler, on_cuda=self.on_gpu)
+        except ConfigError as error:
+            yield "problem", f"{self.policy}: {error}"
+            return
+        yield (
+            "ok",
+            f"{self.policy}: {limits.max_concurrent} completions at a time (sampler.max_concurrent) in a cache of "
+            f"{limits.cache_tokens} tokens (sampler.cache_tokens)",
+        )
+        need = replace(need, cache=limits.cache_tokens * room.by_token + limits.max_concurrent * room.by_row)
         offload = "set model.offload_optimizer = true, " if self.on_gpu and not self.learning.offload else ""
         adapter = "" if self.learning.trained else "train an adapter (model.lora.rank), "
         concurrent = " or sampler.max_concurrent" if self.size.state_values else ""
-        way_out = f"{adapter}{offload}lower sampler.cache_tokens{concurrent}, or set compute.backend = 'cluster'"
+        lower = f"lower sampler.cache_tokens{concurrent}, " if self.sampler.limits == limits else ""
+        way_out = f"{adapter}{offload}{lower}or set compute.backend = 'cluster'"
         yield self._finding("the worker", need, int(USABLE * self.device), way_out)
         yield from self._offloaded(need, 1)
 
@@ -385,7 +400,7 @@ class _Fit:
         yield from self._offloaded(rank, min(compute.ranks, len(self.machine.gpus)))
         replica = replica_need(
             self.size,
-            cache_tokens=self.sampler.cache_tokens,
+            cache_tokens=self.sampler.limits.cache_tokens,
             tensor_parallel=compute.tensor_parallel,
             value_bytes=self.learning.value_bytes,
         )

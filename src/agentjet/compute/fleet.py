@@ -468,7 +468,8 @@ class Fleet(RoutedFleet):
         self._timeout = timeout
         self._lives: dict[ReplicaHandle, asyncio.Task[None]] = {}
         self._num_started = 0
-        self._num_places = max(2, int(settings.max_concurrent * PLACES))
+        max_concurrent, self._cache_tokens = settings.limits
+        self._num_places = max(2, int(max_concurrent * PLACES))
         self._secret = secret
         self.has_served = has_served
         """True if a replica of the policy ever served, also one of an earlier fleet."""
@@ -514,8 +515,7 @@ class Fleet(RoutedFleet):
         crashed = frozenset(end.name for end in self._ends if end.cause == "work")
         failure = self.failed.result() if self.failed.done() else self._failure
         assert failure is None or isinstance(failure, WorkerDied)
-        cache_tokens = self._settings.cache_tokens
-        return RoutingFacts(self.policy, self._num_places, cache_tokens, self.routes, replicas, crashed, failure)
+        return RoutingFacts(self.policy, self._num_places, self._cache_tokens, self.routes, replicas, crashed, failure)
 
     def heard(self, front: int, work: FrontWork) -> None:
         """Take the report of a front. One that is gone has no work. Ends replicas at which it found a fault."""
@@ -633,7 +633,7 @@ class Fleet(RoutedFleet):
         """Start replicas until there are enough. An ended one counts until its process is gone: it may have a GPU."""
         while self._failure is None and len(self._lives) < self.count:
             self._num_started += 1
-            load = Load(self._num_places, self._settings.cache_tokens)
+            load = Load(self._num_places, self._cache_tokens)
             replica = ReplicaHandle(f"{self.policy}/replica-{self._num_started}", load, self._timeout)
             self._lives[replica] = asyncio.create_task(self._live(replica))
 

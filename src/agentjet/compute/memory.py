@@ -13,10 +13,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from agentjet.config import SamplerConfig, SamplerLimits
 from agentjet.errors import ConfigError
 
 USABLE = 0.6
 """Part of a device's memory for weights, gradients and moments. The rest is for activations and fragmentation."""
+DEFAULT_CONTEXT = 8192
+"""Context length of recurrent models, which have no limit, if the settings name none."""
 REPLICA_USABLE = 0.9
 """Part of a GPU that vLLM takes."""
 MAX_HEADER = 100_000_000
@@ -26,6 +29,10 @@ REPLICA_EXTRA = 2 * 2**30
 
 STATES_PER_COMPLETION = 2
 """States of recurrent layers for each of `sampler.max_concurrent` completions: its own, and a stored prefix."""
+ROW_TOKENS = 1024
+"""Least tokens of the cache for each completion sampled at a time, where `auto` chooses either number."""
+FEWEST_ROWS, MOST_ROWS = 8, 512
+"""Bounds of completions sampled at a time, where `auto` chooses."""
 SHARED_BYTES = 160 * 2**20
 """Shared memory of a replica: the messages between vLLM's processes."""
 
@@ -37,6 +44,8 @@ class ModelSize:
     num_parameters: int
     layer_parameters: int
     """Those of the decoder's layers, which sharded ranks divide."""
+    unused_parameters: int
+    """Those of the experts that a token does not choose."""
     num_layers: int
     cache_values: int
     """Numbers in the key-value cache for each token."""
@@ -123,6 +132,7 @@ def size_from_config(config: dict[str, Any]) -> ModelSize:
     return ModelSize(
         num_parameters=layers * layer + embeddings + hidden,
         layer_parameters=layers * layer,
+        unused_parameters=layers * 3 * hidden * inner * (experts - active),
         num_layers=layers,
         cache_values=2 * (layers if config.get("model_type") == "falcon_h1" else layers - recurrent) * kv_heads * width,
         state_values=recurrent * state,
@@ -171,6 +181,59 @@ def recurrent_layers(config: dict[str, Any], layers: int) -> tuple[int, int]:
 def states_need(size: ModelSize, max_concurrent: int) -> int:
     """Returns the bytes of the states of recurrent layers in the embedded sampler."""
     return 4 * size.state_values * STATES_PER_COMPLETION * max_concurrent
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerRoom:
+    """The memory for the cache of the embedded sampler, in bytes."""
+
+    left: int
+    """Left beside the model and its learner."""
+    kept: int
+    """Part of `left` for activations, logits and fragmentation."""
+    by_token: int
+    """Keys and values of a token; 0 for a model without."""
+    by_row: int
+    """States of recurrent layers for a completion."""
+    context: int
+    """Longest sequence, in tokens."""
+
+    @property
+    def chosen(self) -> int:
+        """Part of `left` that `auto` takes: all but `kept`. It takes what the usual numbers need if half is left."""
+        rows, cache = SamplerConfig().limits
+        return max(0, self.left - self.kept, min(self.left // 2, rows * self.by_row + cache * self.by_token))
+
+    def limits(self, settings: SamplerConfig, *, on_cuda: bool) -> SamplerLimits:
+        """Returns the numbers of the settings. On CUDA, `auto` is what the memory holds.
+
+        Raises `ConfigError` for a number of the settings that does not fit into `left`.
+        """
+        rows, cache = settings.max_concurrent, settings.cache_tokens
+        by_row, taken = self.by_row + ROW_TOKENS * self.by_token, 0
+        if cache != "auto":
+            self._check("cache_tokens", cache, self.by_token)
+            by_row, taken = self.by_row, cache * self.by_token
+        if rows != "auto":
+            self._check("max_concurrent", rows, by_row, taken)
+        if not (on_cuda and (self.by_token or self.by_row)):
+            return settings.limits
+        if rows == "auto":
+            most = MOST_ROWS if cache == "auto" else min(MOST_ROWS, cache // ROW_TOKENS)
+            fitting = min(most, (self.chosen - taken) // by_row) if by_row else most
+            rows = 1 << max(FEWEST_ROWS, fitting).bit_length() - 1  # The sizes of graphs are powers of two.
+        if cache != "auto":
+            return SamplerLimits(rows, cache)
+        fitting = (self.chosen - rows * self.by_row) // self.by_token if self.by_token else rows * self.context
+        return SamplerLimits(rows, max(rows * ROW_TOKENS, min(fitting, rows * self.context)))
+
+    def _check(self, setting: str, value: int, size: int, taken: int = 0) -> None:
+        if value * size > self.left - taken and self.left > 0:  # Else the learner does not fit, which is another error.
+            largest = max(0, self.chosen - taken) // size
+            raise ConfigError(
+                f"sampler.{setting} = {value} does not fit the memory beside the model and its learner, which holds "
+                f"{largest}: lower it, or set it to 'auto'"
+            )
 
 
 def parameters_in(file: Path) -> int:
@@ -235,6 +298,16 @@ def gathered_need(num_parameters: int, learning: Learning, *, ranks: int) -> Nee
     return Need(weights, 4 * learned, int(learning.divided_bytes * learned) // ranks)
 
 
+def embedded_need(num_parameters: int, learning: Learning) -> Need:
+    """Returns the bytes of the worker of the embedded backend, without the sampler's cache."""
+    need = gathered_need(num_parameters, learning, ranks=1)
+    if learning.offload:  # Gradients move after each micro-batch: the device has them in the weights' type.
+        return replace(need, gradients=need.gradients * learning.value_bytes // 4)
+    if learning.value_bytes == 4:  # The weights are their own masters: moments only.
+        return replace(need, optimizer=need.optimizer - 4 * (learning.trained or num_parameters))
+    return need
+
+
 def replica_need(size: ModelSize, *, cache_tokens: int, tensor_parallel: int = 1, value_bytes: int = 2) -> Need:
     """Returns the bytes of one GPU of a replica with a key-value cache of `cache_tokens`."""
     weights = size.num_parameters * value_bytes // tensor_parallel
@@ -255,13 +328,17 @@ def fewest_ranks(
     return None
 
 
-def sampling_rate(need: Need, size: ModelSize, *, bandwidth: float, concurrent: int, context: int) -> float:
-    """Returns an estimate of a replica's tokens per second: a GPU that does nothing but read its memory.
+def sampling_rate(
+    need: Need, size: ModelSize, *, bandwidth: float, arithmetic: float, concurrent: int, context: int
+) -> float:
+    """Returns an estimate of a replica's tokens per second: a GPU at the lower one of two limits.
 
-    `bandwidth` in bytes per second. Each step reads the weights once, and the cached `context` of every completion.
+    `bandwidth` in bytes per second: each step reads the weights once, and the cached `context` of every completion.
+    `arithmetic` in operations per second: a token takes 2 for each of its parameters (Kaplan et al. 2020, section 2.1).
     """
     cache = 2 * size.cache_values * concurrent * context
-    return concurrent * bandwidth / (need.weights + cache)
+    operations = 2 * (size.num_parameters - size.unused_parameters)
+    return min(concurrent * bandwidth / (need.weights + cache), arithmetic / operations)
 
 
 def adapter_parameters(size: ModelSize, config: dict[str, Any], rank: int) -> int:

@@ -49,6 +49,7 @@ from agentjet.compute.attention import (
 from agentjet.compute.cache import BLOCK, CacheRow, KeyValueCache
 from agentjet.compute.cached_attention import difference_beyond, step_inputs
 from agentjet.compute.cached_states import StateSlots
+from agentjet.compute.memory import DEFAULT_CONTEXT
 from agentjet.compute.policy import (
     KeySizes,
     Policy,
@@ -320,10 +321,6 @@ def _experts_without_adapters(adapted: nn.Module) -> list[str]:
     ]
 
 
-RECURRENT_CONTEXT = 8192
-"""Context length of recurrent models, which have no limit, if the settings name none."""
-
-
 def make_model_info(config: ModelConfig, folder: str, model: PreTrainedModel) -> ModelInfo:
     """Returns the info of a loaded model, with `shares_prefixes` False.
 
@@ -344,7 +341,7 @@ def make_model_info(config: ModelConfig, folder: str, model: PreTrainedModel) ->
         name=config.name,
         tokenizer_path=_tokenizer_folder(folder, tokenizer),
         chat_template=template,
-        context_length=config.context_length or context or RECURRENT_CONTEXT,
+        context_length=config.context_length or context or DEFAULT_CONTEXT,
         end_tokens=_end_tokens(model, tokenizer, tool_format),
         bos_token=tokenizer.bos_token or "",
         eos_token=tokenizer.eos_token or "",

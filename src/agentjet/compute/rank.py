@@ -40,6 +40,7 @@ import torch
 from agentjet.compute import checkpoint
 from agentjet.compute.group import RankGroup, Rendezvous, chosen_sharding, join
 from agentjet.compute.learner import ROUTES_MEASURED, PolicyLearner
+from agentjet.compute.memory import STATES_PER_COMPLETION, USABLE, Learning, SamplerRoom, embedded_need
 from agentjet.compute.model import BaseModel, load_policy, reported_download
 from agentjet.compute.passes import score
 from agentjet.compute.policy import Policy, probe_tokens, resolve_device
@@ -54,7 +55,7 @@ from agentjet.compute.weights import (
     publishes_adapter,
     write_adapter,
 )
-from agentjet.config import ComputeConfig, ModelConfig, OptimizerConfig, SamplerConfig
+from agentjet.config import ComputeConfig, ModelConfig, OptimizerConfig, SamplerConfig, SamplerLimits
 from agentjet.errors import ComputeError, ConfigError, HookHung, OperationConflict, PolicyRemoved
 from agentjet.processes.rpc import Answer, Link, ProcessRequest, Send, answering
 from agentjet.recipes import hooks
@@ -459,8 +460,12 @@ class Rank:
         else:
             with reported_download(model.name, self._send):
                 base = BaseModel(model)
-            sampler = ModelSampler(base.policy, settings.max_concurrent, settings.cache_tokens)
+            sampler = None
         loaded = base.policy_of(model)
+        if sampler is None:
+            limits = sampler_limits(loaded, settings)
+            log.info("%s: %d completions are sampled at a time, in a cache of %d tokens", model.name, *limits)
+            sampler = ModelSampler(base.policy, *limits)
         hosted = PolicyHost(PolicyLearner(loaded), sampler, lambda: self._flush(policy))
         if loaded.has_adapters:
             self._shared = base, sampler
@@ -583,6 +588,32 @@ def _check_tokens(hosted: PolicyHost, tokens: np.ndarray) -> None:
     vocabulary = hosted.policy.vocabulary
     if not len(tokens) or tokens.min() < 0 or tokens.max() >= vocabulary:
         raise ComputeError(f"a prompt needs token ids between 0 and {vocabulary - 1}")
+
+
+def sampler_limits(policy: Policy, settings: SamplerConfig) -> SamplerLimits:
+    """Returns the numbers of the sampler in this process, by the memory of its device beside a policy and its learner.
+
+    Raises `ConfigError` for numbers that the memory does not hold.
+    """
+    learned = sum(p.numel() for p in policy.trainable().values())
+    learning = Learning(policy.dtype.itemsize, learned, offload=policy.offloads_optimizer)
+    need = embedded_need(sum(p.numel() for p in policy.model.parameters()), learning)
+    if on_cuda := policy.device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(policy.device)
+        left, kept = free - need.total + need.weights, int((1 - USABLE) * total)
+    else:
+        left, kept = psutil.virtual_memory().total - need.total, 0
+    values = sum(sizes.kv_heads * (sizes.key_dim + sizes.value_dim) for sizes in policy.cache_shape.values())
+    states = sum(math.prod(size.shape) * size.dtype.itemsize for size in policy.state_shape.values())
+    shares = policy.info.shares_prefixes
+    room = SamplerRoom(
+        left,
+        kept,
+        by_token=shares * policy.dtype.itemsize * values,
+        by_row=shares * STATES_PER_COMPLETION * states,
+        context=policy.info.context_length,
+    )
+    return room.limits(settings, on_cuda=on_cuda)
 
 
 def make_deterministic() -> None:

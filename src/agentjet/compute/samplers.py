@@ -79,7 +79,7 @@ class Samplers:
         self.info: asyncio.Future[ModelInfo] = asyncio.get_running_loop().create_future()
         """The loaded model. Replicas start at once and wait for it."""
         self.meter = StepMeter()
-        self.autoscaler = Autoscaler(settings.samplers, config.sampler.max_concurrent)
+        self.autoscaler = Autoscaler(settings.samplers, config.sampler.limits.max_concurrent)
         self._policy = policy
         self._model = model
         self._settings = settings

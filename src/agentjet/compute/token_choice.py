@@ -296,6 +296,12 @@ class _Likeliest:
         sizes = (self._host_ids < self._vocabulary).sum(1).tolist()
         return [encode_ids(ids[:size], self._vocabulary) for ids, size in zip(self._host_ids, sizes, strict=True)]
 
+    def write(self, logits: Tensor) -> None:
+        """Set `rows` of `logits` [D, V] to -inf outside their sets."""
+        inside = logits.new_full((len(self.rows), self._vocabulary + 1), -torch.inf)  # The last column is outside.
+        inside.scatter_(1, self._ids, self._values.to(logits.dtype))
+        logits[_to(self.rows, logits.device)] = inside[:, :-1]
+
     def choose(
         self, places: NDArray[np.int64], uniforms: NDArray[np.float64]
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
@@ -306,20 +312,36 @@ class _Likeliest:
         return self._host_ids[places, columns], logprobs
 
 
-def restrict(logits: Tensor, top_k: int, top_p: float, mask: bytes) -> bytes:
-    """Set `logits` [V], after temperature, to -inf outside a mask and then a truncation, in place.
+def restrict(
+    logits: Tensor, top_ks: NDArray[np.int64], top_ps: NDArray[np.float64], masks: Sequence[bytes]
+) -> list[bytes]:
+    """Set rows of `logits` [T, V], after temperature, to -inf outside a mask and then a truncation, in place.
 
-    `mask` has a bit for each token, lowest first; an empty one allows every token. Returns the set that remains (see
-    `timeline.forest`), and `EVERYTHING` if none remains or nothing is restricted.
+    A mask has a bit for each token, lowest first; an empty one allows every token. Returns the sets that remain (see
+    `timeline.forest`): `EVERYTHING` where none remains or nothing is restricted.
     """
-    if mask:
-        logits.copy_(_masked(logits[None], [0], [mask])[0])
-    if top_k or top_p < 1:
-        logits.copy_(truncate(logits[None], np.array([top_k]), np.array([top_p]))[0])
-    elif not mask:
-        return EVERYTHING
-    members = (logits != -torch.inf).cpu().numpy()
-    return encode_set(members) if members.any() else EVERYTHING
+    device, sets = logits.device, [EVERYTHING] * len(logits)
+    masked = [row for row, mask in enumerate(masks) if mask]
+    if masked:
+        logits.copy_(_masked(logits, masked, [masks[row] for row in masked]))
+    is_truncated = (top_ks > 0) | (top_ps < 1)
+    is_narrow = np.zeros(len(logits), bool)
+    if is_truncated.any():
+        truncated = np.flatnonzero(is_truncated)
+        likeliest = _Likeliest(logits, truncated, top_ks[truncated], top_ps[truncated])
+        is_narrow[likeliest.rows] = True
+        likeliest.write(logits)
+        for row, members in zip(likeliest.rows.tolist(), likeliest.sets(), strict=True):
+            sets[row] = members
+        if len(wide := np.flatnonzero(is_truncated & ~is_narrow)):
+            at = _to(wide, device)
+            logits[at] = truncate(logits[at], top_ks[wide], top_ps[wide])
+    others = np.flatnonzero(~is_narrow & (is_truncated | np.array([bool(mask) for mask in masks])))
+    if len(others):
+        members_of = (logits[_to(others, device)] != -torch.inf).cpu().numpy()
+        for row, members in zip(others.tolist(), members_of, strict=True):
+            sets[row] = encode_set(members) if members.any() else EVERYTHING
+    return sets
 
 
 def truncate(logits: Tensor, top_ks: NDArray[np.int64], top_ps: NDArray[np.float64]) -> Tensor:

@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PROBE_TOKENS = 64
+PROBE_DECODED = 16
+"""The last tokens of the probe, which a replica computes one at a time: old weights may stay in that path only."""
 NUM_KEPT = 2
 """Files that stay: of the present version, and of the one before."""
 PART_BYTES = 64 << 20
@@ -368,9 +370,9 @@ def size_in_engine(rank: int) -> int:
 
 # ---- the probe -------------------------------------------------------------------------------------------------------
 
-# After each adoption a replica scores fixed tokens, and the learner scored them, too. In float32 both agree to a few
-# digits. In 16 bits rounding is larger than what one batch changes, so a replica must also not be much nearer to the
-# version before: an engine may report success and keep old weights.
+# After each adoption a replica scores fixed tokens, the last ones one at a time, and the learner scored them, too. In
+# float32 both agree to a few digits. In 16 bits rounding is larger than what one batch changes, so a replica must also
+# not be much nearer to the version before: an engine may report success and keep old weights.
 
 
 def probe_failure(publication: Publication, logprobs: Sequence[float], before: Publication | None = None) -> str:
@@ -381,14 +383,16 @@ def probe_failure(publication: Publication, logprobs: Sequence[float], before: P
     expected = publication.probe_logprobs
     if len(logprobs) != len(expected):
         return f"it scored {len(logprobs)} tokens instead of {len(expected)}"
+    too_large = "the {} error of its log-probabilities is {:.2g} (limit {:.2g})".format
     if publication.dtype == "float32":
-        error, limit, kind = probe_error(publication, logprobs), FLOAT32_ERROR, "largest"
-    else:
-        error, kind = _mean_error(publication, logprobs), "mean"
-        limit = max(MEAN_ERROR, ROUNDING * _mean([abs(value) for value in expected if math.isfinite(value)]))
-    if error > limit:
-        return f"the {kind} error of its log-probabilities is {error:.2g} (limit {limit:.2g})"
-    if before is not None and kind == "mean" and error > max(MEAN_ERROR, NEARER * _mean_error(before, logprobs)):
+        error = probe_error(publication, logprobs)
+        return too_large("largest", error, FLOAT32_ERROR) if error > FLOAT32_ERROR else ""
+    limit = max(MEAN_ERROR, ROUNDING * _mean([abs(value) for value in expected if math.isfinite(value)]))
+    errors = _errors(publication, logprobs)
+    for kind, error in (("mean", _mean(errors)), ("decoded tokens' mean", _mean(errors[-PROBE_DECODED:]))):
+        if error > limit:
+            return too_large(kind, error, limit)
+    if before is not None and _mean(errors) > max(MEAN_ERROR, NEARER * _mean(_errors(before, logprobs))):
         return f"its log-probabilities are nearer to those of version {before.version}"
     return ""
 
@@ -396,10 +400,6 @@ def probe_failure(publication: Publication, logprobs: Sequence[float], before: P
 def probe_error(publication: Publication, logprobs: Sequence[float]) -> float:
     """Returns the largest difference to the learner's log-probabilities; infinite if only one is finite."""
     return max(_errors(publication, logprobs), default=0.0)
-
-
-def _mean_error(publication: Publication, logprobs: Sequence[float]) -> float:
-    return _mean(_errors(publication, logprobs))
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from inspect import cleandoc
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Literal, TypeGuard, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
@@ -103,7 +103,9 @@ def type_of(field: FieldInfo) -> str:
     if get_origin(field.annotation) is Literal:
         return ", ".join(f"`{choice}`" for choice in get_args(field.annotation))
     origin = get_origin(field.annotation)
-    if origin is UnionType and str in get_args(field.annotation):
+    if origin in (Union, UnionType) and any(
+        kind is str or get_origin(kind) is Literal for kind in get_args(field.annotation)
+    ):
         return " or ".join(type_of(FieldInfo.from_annotation(kind)) for kind in get_args(field.annotation))
     if origin in (tuple, dict) and _inner_section(field.annotation):
         return "list of tables" if origin is tuple else "table of tables"

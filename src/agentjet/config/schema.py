@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import (
     AfterValidator,
@@ -185,7 +185,8 @@ class JobConfig(Section):
     keep_best: bool = True
     """Tag the checkpoint with the best held-out score as `best`; save one if that version has none."""
     seed: Int64 = 0
-    """Seed of all random numbers on the server."""
+    """Seed of all random numbers on the server. Replicas use seeds only for requests and episodes that name one;
+    their other answers are random."""
     side_calls: tuple[SideCallRule, ...] = Field((), max_length=16)
     """Rules for side calls of agents: a separate role, or no training. The first matching rule applies."""
     sampling: SamplingConfig = SamplingConfig()
@@ -390,14 +391,31 @@ class PolicyConfig(Section):
     base model; those of other runs, too."""
 
 
+class SamplerLimits(NamedTuple):
+    """The settings of `SamplerConfig` as numbers."""
+
+    max_concurrent: int
+    cache_tokens: int
+
+
 class SamplerConfig(Section):
     """Limits on concurrent sampling."""
 
-    max_concurrent: Int64 = Field(64, ge=1, le=4096)
-    """Completions sampled at the same time. Further calls wait in a queue."""
-    cache_tokens: Int64 = Field(65536, ge=256)
+    max_concurrent: Annotated[Int64, Field(ge=1, le=4096)] | Literal["auto"] = "auto"
+    """Completions sampled at the same time. Further calls wait in a queue. `auto`: 64; up to 512 with the embedded
+    backend on CUDA, by the memory that is left beside the model and its learner."""
+    cache_tokens: Annotated[Int64, Field(ge=256)] | Literal["auto"] = "auto"
     """Size of the KV cache over all conversations, in tokens. On CUDA its memory is reserved at the start. Recurrent
-    layers have 2 states for each of `max_concurrent` completions, and this size does not change their number."""
+    layers have 2 states for each of `max_concurrent` completions, and this size does not change their number. `auto`:
+    65536; with the embedded backend on CUDA, by the memory that is left."""
+
+    @property
+    def limits(self) -> SamplerLimits:
+        """These numbers, with those for CPUs and replicas in place of `auto`."""
+        return SamplerLimits(
+            64 if self.max_concurrent == "auto" else self.max_concurrent,
+            65536 if self.cache_tokens == "auto" else self.cache_tokens,
+        )
 
 
 class ServerConfig(Section):

@@ -801,6 +801,7 @@ def sampling_params(request: CallRequest, job: JobConfig, episode: EpisodeRecord
         temperature=temperature,
         top_p=request.top_p,
         top_k=request.top_k,
+        is_reproducible=request.seed is not None or episode.seed is not None,
         piece_tokens=PIECE_TOKENS,
     )
 

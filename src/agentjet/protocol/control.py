@@ -58,7 +58,8 @@ class BeginRequest(Request):
     temperature: Temperature | None = None
     """Only in eval mode: the temperature of every call of the episode; overrides the calls' own. 0 is greedy."""
     seed: Int64 | None = Field(None, ge=0)
-    """Seeds the answers of the episode, together with `job.seed`. Default: the number of the episode in the run."""
+    """Seeds the answers of the episode, together with `job.seed`. Default: the number of the episode in the run. The
+    answers of replicas are random without it."""
     ends_at_version: Int64 = Field(0, ge=0)
     """The policy version that the client trains to; 0 if it did not decide. Only shown, as `ends_at_version` of the
     status."""

@@ -3,12 +3,15 @@
 * vLLM gets token ids, and never text. Prompts are checked before, because some requests end the whole engine.
 * Log-probabilities are those of the sampled distribution. Restrictions are ours, so that a set is exactly the embedded
   backend's and is known. vLLM itself gets neither grammar nor truncation.
+* On GPUs vLLM starts a step before it has the tokens of the last one, by its own default. Only a restriction waits for
+  them, beside the computation of the step. Tests do the same on a CPU; it has not run on a GPU.
 * A change of weights drops every cached key. Completions that run are computed again under the new weights.
+* Weights arrive through vLLM's own interface for weight transfer, as a file: see `FileTransfer`.
 * An adapter is read into the one adapter that vLLM has. vLLM keeps the keys of the old one: see above.
 
-`VllmEngine` runs in the replica's process. vLLM's own processes import this module by name, for `WeightsLoader`,
-`ShortSteps` and `Restrictions`. The last masks the logits of a completion with a grammar, `top_p` or `top_k` and sends
-each set over a Unix socket to `Sets` before vLLM samples the token.
+`VllmEngine` runs in the replica's process. vLLM's own processes import this module by name, for `FileTransfer`,
+`ShortSteps` and `Restrictions`. The last masks the logits of completions with a grammar, `top_p` or `top_k`, and sends
+the sets over a Unix socket to `Sets` before vLLM samples the tokens.
 
 V is the size of the vocabulary. Versions are tested with vLLM 0.32. CUDA paths are written with care and not tested.
 """
@@ -37,14 +40,17 @@ from torch import Tensor
 
 # Imports of vLLM are slow. What vLLM reads from the environment at its import is set by `VllmEngine.start`.
 from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
+from vllm.v1.sample.logits_processor import LogitsProcessor
+from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
 from agentjet.compute.samplers import reason_in
 from agentjet.compute.token_choice import Grammars, Guide, restrict
-from agentjet.compute.weights import MODULES, as_folder, publishes_adapter, size_in_engine
+from agentjet.compute.weights import MODULES, PROBE_DECODED, as_folder, publishes_adapter, size_in_engine
 from agentjet.config import ComputeConfig, ModelConfig, SamplerConfig
 from agentjet.config.loader import cache_dir
 from agentjet.errors import ComputeError, ConfigError, GrammarError, OutOfCache
@@ -59,6 +65,8 @@ EXTRA_REQUESTS = 2
 """Places beside those of completions: one request scores tokens, one scores the probe."""
 ADAPTER = "policy"
 """Name of the only adapter."""
+PROBE_ID = 2**64 - 1
+"""Id of the probe among those of completions."""
 SEED_BITS = 2**63 - 1
 KV_BYTES = 2**28
 """Memory that vLLM believes its cache to have. The number of blocks is set and counts."""
@@ -80,7 +88,7 @@ class Delta:
 
 
 class Sets:
-    """Receives the support sets of restricted completions from vLLM's worker.
+    """Receives the support sets of restricted completions, and log-probabilities of the probe, from vLLM's worker.
 
     The worker sends a set before it samples the token. So the set is in the socket when the token arrives.
     """
@@ -99,7 +107,7 @@ class Sets:
         self._known.pop(id, None)
 
     def take(self, id: int, position: int) -> bytes:
-        """Returns the set of the token at a position. Raises `GrammarError` if its grammar could not be followed."""
+        """Returns the content for a token. Raises `GrammarError` if its grammar could not be followed."""
         self._receive()
         kind, content = self._known[id].pop(position)
         if kind == ERROR:
@@ -163,6 +171,7 @@ class VllmEngine:
 
         Sockets are made in `folder`.
         """
+        from vllm.config import WeightTransferConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -171,16 +180,16 @@ class VllmEngine:
         tempfile.gettempdir()  # This process keeps it: weights are looked for there.
         os.environ["TMPDIR"] = str(folder)  # vLLM's processes leave `vllm_dist_*` behind.
         path = str(folder / "sets")
-        ours = {
+        ours: dict[str, Any] = {
             "scheduling_policy": "priority",  # The probe comes before completions that are computed again.
-            "worker_extension_cls": f"{__name__}.WeightsLoader",
-            "logits_processors": [f"{__name__}:Restrictions"],
+            "logits_processors": [f"{__name__}:Restrictions"],  # vLLM's worker imports this module before it loads.
             "additional_config": {SETTINGS: {"socket": path, "info": dataclasses.asdict(info)}},
             "enable_log_requests": False,
         }
         settings = engine_settings(model, info, sampler, compute)
         if not settings.get("enable_lora"):
             ours["load_format"] = "dummy"  # Each version comes as a publication, also the first one.
+            ours["weight_transfer_config"] = WeightTransferConfig(backend=TRANSFER)
         if settings.get("enable_chunked_prefill") is False:
             ours["scheduler_cls"] = f"{__name__}.ShortSteps"
         with socket.socket(socket.AF_UNIX) as listener:
@@ -239,7 +248,8 @@ class VllmEngine:
         wanted = EngineParams(
             max_tokens=params.max_tokens,
             temperature=params.temperature,
-            seed=params.seed & SEED_BITS,
+            # A generator for each request costs a loop in Python and a launch for each token.
+            seed=params.seed & SEED_BITS if params.is_reproducible else None,
             stop_token_ids=[token for token in self._info.end_tokens if token < self.vocabulary],
             logprobs=0,
             output_kind=RequestOutputKind.DELTA,
@@ -268,12 +278,29 @@ class VllmEngine:
 
     async def score(self, tokens: NDArray[np.int32], num_likeliest: int) -> list[TokenScore]:
         """Returns the score of each token except the first, given those before it. Raises `ComputeError`."""
-        return await (await self.queue_score(tokens, num_likeliest))
+        return await (await self._queue_scores(tokens, num_likeliest))
 
-    async def queue_score(
-        self, tokens: NDArray[np.int32], num_likeliest: int, *, comes_first: bool = False
+    async def queue_probe(self, tokens: NDArray[np.int32]) -> Awaitable[list[float]]:
+        """Request the log-probabilities of the probe's tokens except the first, before all other requests.
+
+        Returns their awaitable. The last `PROBE_DECODED` ones are computed one at a time, as those of completions are.
+        """
+        head, forced = tokens[: -PROBE_DECODED - 1], tokens[-PROBE_DECODED - 1 :].tolist()
+        scores = await self._queue_scores(head, 0, forced)
+
+        async def logprobs() -> list[float]:
+            try:
+                scored = [score.logprob for score in await scores]
+                return scored + [LOGPROB.unpack(self._sets.take(PROBE_ID, i))[0] for i in range(len(forced))]
+            finally:
+                self._sets.end(PROBE_ID)
+
+        return logprobs()
+
+    async def _queue_scores(
+        self, tokens: NDArray[np.int32], num_likeliest: int, forced: Sequence[int] = ()
     ) -> Awaitable[list[TokenScore]]:
-        """As `score`, which begins here; returns its awaitable result. `comes_first`: before all other requests."""
+        """As `score`, which begins here; returns its awaitable result. `forced`: the tokens that are sampled then."""
         from vllm import SamplingParams as EngineParams
         from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind
@@ -282,19 +309,24 @@ class VllmEngine:
         if len(tokens) >= self.max_tokens:
             raise ComputeError(f"a replica scores at most {self.max_tokens - 1} tokens; the request has {len(tokens)}")
         self._num_scores += 1
+        rule = Restriction(PROBE_ID, temperature=0, forced=[*forced])
         wanted = EngineParams(
-            max_tokens=1,
+            max_tokens=len(forced) or 1,
             temperature=0,
             prompt_logprobs=num_likeliest,
             output_kind=RequestOutputKind.FINAL_ONLY,
             detokenize=False,
+            ignore_eos=True,
+            extra_args={RESTRICTION: dataclasses.asdict(rule)} if forced else None,
         )
+        if forced:
+            self._sets.begin(PROBE_ID)
         outputs = await self._engine.add_request(
             f"score-{self._num_scores}",
             tokens_input(tokens.tolist()),
             wanted,
             lora_request=self._adapter,
-            priority=-1 if comes_first else 0,
+            priority=-1 if forced else 0,
         )
 
         async def scores() -> list[TokenScore]:
@@ -320,16 +352,19 @@ class VllmEngine:
 
         `adapter`: the config of `Publication`.
         """
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
         if self._is_suspended:
             await self._engine.wake_up(tags=["weights"])
         if adapter:
             await self._load_adapter(path, adapter)
             return
-        missing = [
-            name for lacks in await self._engine.collective_rpc("agentjet_load", args=(str(path),)) for name in lacks
-        ]
-        if missing:
-            raise ComputeError(f"the published weights lack {len(missing)} parameters, such as {missing[0]}")
+        try:
+            await self._engine.start_weight_update()
+            await self._engine.update_weights(WeightTransferUpdateRequest({"path": str(path)}))
+            await self._engine.finish_weight_update()
+        except Exception as error:  # Boundary: vLLM raises `Exception` with the worker's text.
+            raise ComputeError(f"vLLM cannot load the published weights: {error}") from error
 
     async def _load_adapter(self, path: Path, config: str) -> None:
         from vllm.lora.request import LoRARequest
@@ -394,21 +429,21 @@ def engine_settings(
     from vllm.platforms import current_platform
 
     folder = _model_folder(model)
-    limit = min(info.context_length, sampler.cache_tokens)
-    places = sampler.max_concurrent + EXTRA_REQUESTS
+    max_concurrent, cache_tokens = sampler.limits
+    limit, places = min(info.context_length, cache_tokens), max_concurrent + EXTRA_REQUESTS
     settings: dict[str, Any] = {
         "model": folder,
         "dtype": info.dtype,
+        "seed": int.from_bytes(os.urandom(4), "little"),  # Else all replicas would draw the same random numbers.
         "skip_tokenizer_init": True,
         "generation_config": "vllm",  # The model's own defaults would change the distribution.
         "max_model_len": limit,
         "max_num_seqs": places,
-        "num_gpu_blocks_override": -(-sampler.cache_tokens // BLOCK_TOKENS) + 1,
+        "num_gpu_blocks_override": -(-cache_tokens // BLOCK_TOKENS) + 1,
         "block_size": BLOCK_TOKENS,
         "tensor_parallel_size": compute.tensor_parallel,
         "logprobs_mode": "processed_logprobs",
         "max_logprobs": -1,
-        "async_scheduling": False,  # A restriction needs the token before.
         "disable_log_stats": True,
     }
     if publishes_adapter(model.lora, AutoConfig.from_pretrained(folder, trust_remote_code=False).architectures):
@@ -437,7 +472,7 @@ def set_environment(model: ModelConfig, compute: ComputeConfig) -> None:
     from vllm.platforms import current_platform
 
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
-    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # The second runner does not have `AdapterLogitsProcessor`.
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # The second runner does not call `Restrictions`.
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # `replica_path` ends processes that are not forks.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     if current_platform.is_cpu():
@@ -447,8 +482,6 @@ def set_environment(model: ModelConfig, compute: ComputeConfig) -> None:
         os.environ["TORCHDYNAMO_DISABLE"] = "1"  # Else the first log-probabilities are compiled for a minute.
 
 
-log = logging.getLogger(__name__)
-
 # ---- inside vLLM's processes -----------------------------------------------------------------------------------------
 
 SETTINGS = "agentjet"
@@ -457,15 +490,21 @@ RESTRICTION = "agentjet"
 """Key of a `Restriction` in the `extra_args` of a request."""
 FRAME = struct.Struct("<QIBI")
 """Header of a message: id of the completion, position of the token, kind, length of the content that follows."""
+LOGPROB = struct.Struct("<f")
+"""Content for a token of the probe."""
 STEP_TOKENS = 256
 """Tokens of a step on a CPU. More are not faster each, and all running completions wait for the step."""
 SET, ERROR = 0, 1
-"""Kinds of content: an encoded set, or the reason why the grammar allows no token here."""
+"""Kinds of content: an encoded set or a log-probability, or the reason why the grammar allows no token here."""
 
 
 @dataclass(frozen=True, slots=True)
 class Restriction:
-    """Grammar and truncation of a completion. `sampled` are its tokens that were sampled by another replica."""
+    """Grammar and truncation of a completion. `sampled` are its tokens that were sampled by another replica.
+
+    `forced` are the only tokens that may be sampled, one after the other. Then there are no sets, but log-probabilities
+    at temperature 1.
+    """
 
     id: int
     temperature: float
@@ -473,52 +512,84 @@ class Restriction:
     top_p: float = 1.0
     grammar: str = ""
     sampled: list[int] = field(default_factory=list)
+    forced: list[int] = field(default_factory=list)
 
 
-class WeightsLoader:
-    """Methods that vLLM adds to its worker. The names must not be those of vLLM's own."""
+@dataclass
+class FileInit(WeightTransferInitInfo):  # type: ignore[misc]
+    """Nothing needs to be agreed before the first file."""
 
-    model_runner: Any
 
-    def agentjet_load(self, path: str) -> list[str]:
-        """Replace the weights by those of a safetensors file; returns the names of parameters that it lacks."""
-        runner = self.model_runner
-        model = runner.get_model()
-        computed = {name for name, _ in model.named_parameters()}
-        with torch.inference_mode():
-            packed = self._forget_packed_experts(model)
-            initialize_layerwise_reload(model)
-            # The first lack the second name of a tied head. The second lack what vLLM derives from weights.
-            names = computed & {name for name, _ in model.named_parameters()}
-            loaded = model.load_weights(_tensors(path))
-            finalize_layerwise_reload(model, runner.model_config)
-            for method, kernel in packed:  # Of experts that vLLM did not process again.
-                method.moe_kernel = method.moe_kernel or kernel
-            self._refresh_tied_head(model)
-        return sorted(names - (names if loaded is None else set(loaded)))
+@dataclass
+class FileUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """A safetensors file with all weights, under the names of the model's files."""
 
-    def _forget_packed_experts(self, model: Any) -> list[tuple[Any, Any]]:
-        """Let a CPU pack experts again: vLLM packs the first weights only, and would compute with raw ones.
+    path: str
 
-        Returns what is forgotten.
-        """
-        from vllm.platforms import current_platform
 
-        methods: list[Any] = [
-            getattr(module, "quant_method", None) for module in model.modules() if current_platform.is_cpu()
-        ]
-        packed = [(method, method.moe_kernel) for method in methods if getattr(method, "moe_kernel", None) is not None]
-        for method, _ in packed:
-            method.moe_kernel = None
-        return packed
+class FileTransfer(WeightTransferEngine[FileInit, FileUpdate]):  # type: ignore[misc]
+    """An engine of vLLM's weight transfer that reads a file of this machine.
 
-    def _refresh_tied_head(self, model: Any) -> None:
-        """Process a tied head again. The file has no weight for it, so vLLM keeps its packed copy of the old weight."""
-        for module in model.modules():
-            head = getattr(module, "lm_head", None)
-            method = getattr(head, "quant_method", None)
-            if head is not None and method is not None and hasattr(head, "weight"):
-                method.process_weights_after_loading(head)
+    vLLM calls `start`, `receive` and `finish` in its worker, with its config set, while it samples nothing.
+    """
+
+    init_info_cls, update_info_cls = FileInit, FileUpdate
+
+    def init_transfer_engine(self, init_info: FileInit) -> None:
+        pass
+
+    @torch.inference_mode()
+    def start_weight_update(self) -> None:
+        computed = {name for name, _ in self.model.named_parameters()}
+        self._packed = _forget_packed_experts(self.model)
+        initialize_layerwise_reload(self.model)
+        # The first lack the second name of a tied head. The second lack what vLLM derives from weights.
+        self._names = computed & {name for name, _ in self.model.named_parameters()}
+
+    @torch.inference_mode()
+    def receive_weights(self, update_info: FileUpdate) -> None:
+        loaded = self.model.load_weights(_tensors(update_info.path))
+        if missing := sorted(self._names - (self._names if loaded is None else set(loaded))):
+            raise ComputeError(f"the published weights lack {len(missing)} parameters, such as {missing[0]}")
+
+    @torch.inference_mode()
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+        for method, kernel in self._packed:  # Of experts that vLLM did not process again.
+            method.moe_kernel = method.moe_kernel or kernel
+        _refresh_tied_head(self.model)
+
+    def shutdown(self) -> None:
+        pass
+
+
+TRANSFER = "agentjet-file"
+WeightTransferEngineFactory.register_engine(TRANSFER, FileTransfer)
+
+
+def _forget_packed_experts(model: Any) -> list[tuple[Any, Any]]:
+    """Let a CPU pack experts again: vLLM packs the first weights only, and would compute with raw ones.
+
+    Returns what is forgotten.
+    """
+    from vllm.platforms import current_platform
+
+    methods: list[Any] = [
+        getattr(module, "quant_method", None) for module in model.modules() if current_platform.is_cpu()
+    ]
+    packed = [(method, method.moe_kernel) for method in methods if getattr(method, "moe_kernel", None) is not None]
+    for method, _ in packed:
+        method.moe_kernel = None
+    return packed
+
+
+def _refresh_tied_head(model: Any) -> None:
+    """Process a tied head again. The file has no weight for it, so vLLM keeps its packed copy of the old weight."""
+    for module in model.modules():
+        head = getattr(module, "lm_head", None)
+        method = getattr(head, "quant_method", None)
+        if head is not None and method is not None and hasattr(head, "weight"):
+            method.process_weights_after_loading(head)
 
 
 def _tensors(path: str) -> Iterator[tuple[str, Tensor]]:
@@ -540,15 +611,16 @@ class ShortSteps(Scheduler):  # type: ignore[misc]
         return super().schedule(throttle_prefills)
 
 
-class Restrictions(AdapterLogitsProcessor):  # type: ignore[misc]
-    """Masks the logits of restricted completions. Other completions cost nothing."""
+class Restrictions(LogitsProcessor):  # type: ignore[misc]
+    """Masks the logits of all restricted completions of a step at once. Other completions cost nothing."""
 
     def __init__(self, vllm_config: Any, device: Any, is_pin_memory: bool) -> None:
-        super().__init__(vllm_config, device, is_pin_memory)
         settings: Mapping[str, Any] = vllm_config.additional_config[SETTINGS]
         info = dict(settings["info"])
         info["end_tokens"] = tuple(info["end_tokens"])
-        self.grammars = Grammars(ModelInfo(**info), vllm_config.model_config.get_vocab_size())
+        self._grammars = Grammars(ModelInfo(**info), vllm_config.model_config.get_vocab_size())
+        self._restricted: dict[int, _Restricted] = {}
+        """By row of the logits."""
         self._connection: socket.socket | None = None
         if get_tensor_model_parallel_rank() == 0:  # All ranks sample the same token, so one of them sends its set.
             self._connection = socket.socket(socket.AF_UNIX)
@@ -557,49 +629,90 @@ class Restrictions(AdapterLogitsProcessor):  # type: ignore[misc]
     def is_argmax_invariant(self) -> bool:
         return False  # A grammar changes what is likeliest.
 
-    def new_req_logits_processor(self, params: Any) -> _Restricted | None:
-        restriction = (params.extra_args or {}).get(RESTRICTION)
-        return None if restriction is None else _Restricted(Restriction(**restriction), self)
+    def update_state(self, batch_update: Any) -> None:
+        process_dict_updates(self._restricted, batch_update, self._new)
 
-    def send(self, id: int, position: int, kind: int, content: bytes) -> None:
-        """Send a message to the replica."""
-        if self._connection is not None:
-            self._connection.sendall(FRAME.pack(id, position, kind, len(content)) + content)
+    def _new(self, params: Any, prompt: list[int] | None, output: list[int]) -> _Restricted | None:
+        """Returns the restriction of a new row. vLLM appends the tokens that it samples to `output`."""
+        restriction = (params.extra_args or {}).get(RESTRICTION)
+        return None if restriction is None else _Restricted(Restriction(**restriction), self._grammars, output)
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """Mask `logits` [R, V] in place, for the tokens after those of each completion."""
+        messages: list[bytes] = []
+        forced = {row: one for row, one in self._restricted.items() if one.rule.forced}
+        if forced:
+            messages += _force(logits, forced)
+        chosen = {row: one for row, one in self._restricted.items() if row not in forced and one.follow()}
+        if chosen:
+            messages += _mask(logits, chosen)
+        messages += [one.message(ERROR, one.error.encode()) for one in self._restricted.values() if one.error]
+        if messages and self._connection is not None:
+            self._connection.sendall(b"".join(messages))
+        return logits
 
 
 class _Restricted:
     """The restriction of one completion. vLLM makes another one if it computes a completion again."""
 
-    def __init__(self, restriction: Restriction, owner: Restrictions) -> None:
-        self._restriction = restriction
-        self._owner = owner
+    def __init__(self, rule: Restriction, grammars: Grammars, output: list[int]) -> None:
+        self.rule = rule
+        self.error = ""
+        """The reason why the grammar cannot be followed."""
+        self._output = output
         self._num_consumed = 0
         self._guide: Guide | None = None
-        self._error = ""
         try:
-            self._guide = owner.grammars.guide(restriction.grammar)
-            for token in restriction.sampled:
+            self._guide = grammars.guide(rule.grammar)
+            for token in rule.sampled:
                 self._consume(token)
         except GrammarError as error:  # It must not end the engine, which serves other completions.
-            self._error = str(error)
+            self.error = str(error)
 
-    def __call__(self, output_ids: list[int], logits: Tensor) -> Tensor:
-        """Mask `logits` [V] in place, for the token after `output_ids`."""
-        rule, position = self._restriction, len(output_ids)
-        for token in output_ids[self._num_consumed :]:
+    @property
+    def position(self) -> int:
+        """The number of tokens before the next one."""
+        return len(self._output)
+
+    @property
+    def mask(self) -> bytes:
+        return self._guide.mask if self._guide else b""
+
+    def follow(self) -> bool:
+        """Consume the tokens that were sampled since the last call; returns whether the grammar allows another one."""
+        for token in self._output[self._num_consumed :]:
             self._consume(token)
-        self._num_consumed = position
-        if self._error:
-            self._owner.send(rule.id, position, ERROR, self._error.encode())
-            return logits
-        mask = self._guide.mask if self._guide else b""
-        tempered = logits / rule.temperature if rule.temperature not in (0, 1) else logits.clone()
-        top_k, top_p = (rule.top_k, rule.top_p) if rule.temperature else (0, 1.0)
-        support = restrict(tempered, top_k, top_p, mask)
-        logits.masked_fill_(tempered == -torch.inf, -torch.inf)
-        self._owner.send(rule.id, position, SET, support)
-        return logits
+        self._num_consumed = self.position
+        return not self.error
+
+    def message(self, kind: int, content: bytes) -> bytes:
+        return FRAME.pack(self.rule.id, self.position, kind, len(content)) + content
 
     def _consume(self, token: int) -> None:
-        if self._guide is not None and not self._error:
-            self._error = self._guide.advance(token)
+        if self._guide is not None and not self.error:
+            self.error = self._guide.advance(token)
+
+
+def _mask(logits: Tensor, restricted: Mapping[int, _Restricted]) -> list[bytes]:
+    """Set rows of `logits` [R, V] outside their sets to -inf, in place; returns messages with the sets."""
+    rules = [one.rule for one in restricted.values()]
+    rows = torch.tensor([*restricted], device=logits.device)
+    temperatures = torch.tensor([rule.temperature or 1.0 for rule in rules], device=logits.device)
+    tempered = logits[rows] / temperatures[:, None]
+    # A greedy token is the likeliest one of all that the grammar allows.
+    top_ks = np.array([rule.top_k if rule.temperature else 0 for rule in rules])
+    top_ps = np.array([rule.top_p if rule.temperature else 1.0 for rule in rules])
+    sets = restrict(tempered, top_ks, top_ps, [one.mask for one in restricted.values()])
+    logits[rows] = logits[rows].masked_fill_(tempered == -torch.inf, -torch.inf)
+    return [one.message(SET, members) for one, members in zip(restricted.values(), sets, strict=True)]
+
+
+def _force(logits: Tensor, forced: Mapping[int, _Restricted]) -> list[bytes]:
+    """Leave one token in rows of `logits` [R, V]; returns messages with its log-probabilities before."""
+    messages = []
+    for row, one in forced.items():
+        token = one.rule.forced[min(one.position, len(one.rule.forced) - 1)]
+        messages.append(one.message(SET, LOGPROB.pack(float(logits[row].float().log_softmax(-1)[token]))))
+        logits[row] = -torch.inf
+        logits[row, token] = 0.0
+    return messages

@@ -258,7 +258,7 @@ class ReplicaServer:
         self._loaded = await self._start(self._link, model, info, sampler, compute)
         self._tasks.add(asyncio.create_task(self._end_with(self._loaded)))
         self._info = info
-        self._places = asyncio.Semaphore(sampler.max_concurrent)
+        self._places = asyncio.Semaphore(sampler.limits.max_concurrent)
         return self._address
 
     async def _adopt(self, publication: Publication) -> list[float]:
@@ -295,9 +295,9 @@ class ReplicaServer:
         for outbox in self._outboxes.values():
             outbox.hold()
         self._version = publication.version
-        probe = await engine.queue_score(np.array(publication.probe_tokens, np.int32), 0, comes_first=True)
+        probe = await engine.queue_probe(np.array(publication.probe_tokens, np.int32))
         await engine.resume(publication.version)
-        logprobs = [score.logprob for score in await probe]
+        logprobs = await probe
         log.info(
             "version %d: paused in %.2f s, loaded in %.2f s, probe scored in %.2f s",
             publication.version, paused - started, loaded - paused, time.monotonic() - loaded,
