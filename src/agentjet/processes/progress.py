@@ -24,7 +24,7 @@ BACKGROUND_SHARE = 0.02
 
 
 class StepCounter:
-    """Counts steps, and knows whether the running code counts them. From any thread."""
+    """The steps of a process. `only_steps` is True while the running code counts them. Usable from any thread."""
 
     def __init__(self) -> None:
         self.num_steps = 0
