@@ -5,7 +5,8 @@
 3. a bad request is refused on both and changes nothing;
 4. weights that are not finite are published, as the embedded backend does, and the metrics show it;
 5. after `kill -9` of one rank, the next request fails and the other ends; the folder of weights is removed;
-6. a rank that is stopped ends the group after `server.worker_timeout`, and the end of the group does not wait for it;
+6. a rank that is stopped, or uses a whole core without a step, ends the group after `server.worker_timeout`, and the
+   end of the group does not wait for it; the next group learns the batch to the same weights;
 7. a hook that does not return ends the group after `server.hook_timeout`, with its name.
 """
 
@@ -130,6 +131,29 @@ async def a_rank_that_is_stopped(folder: Path) -> None:
         assert not any(process.is_running() for process in processes)
 
 
+async def a_rank_that_spins(folder: Path) -> None:
+    """The other one waits for it in a collective, as both would in NCCL."""
+    batch, sign, digests = training_batch(recorded_batch(4), 0), folder / "sign", []
+    recipe = {"name": "tests.plugins.hindered:Hindered", "way": "learner spins", "sign": str(sign)}
+    loss = LossSpec.of(JobConfig.model_validate({"recipe": recipe}))
+    for is_hindered in (True, False, False):
+        if is_hindered:
+            sign.touch()
+        async with two_ranks(folder, timeout=10.0 if is_hindered else 120.0) as (group, processes):
+            await group.load_batch(POLICY, batch)
+            op = Op.of(POLICY, 0)
+            if is_hindered:
+                with pytest.raises(WorkerHung, match=r"the ranks made no progress for 10 s \(server\.worker_timeout\)"):
+                    await group.ask("forward_backward", POLICY, op, batch.id, loss)
+                await group.close()
+                assert not sign.exists() and not any(process.is_running() for process in processes)
+                continue
+            await group.ask("forward_backward", POLICY, op, batch.id, loss)
+            await group.ask("optim_step", POLICY, op.next(), settings(4).optimizer)
+            digests.append((await group.ask("publish", POLICY, 1)).digest)
+    assert digests[0] == digests[1]
+
+
 async def a_hook_that_does_not_return(folder: Path) -> None:
     batch = training_batch(recorded_batch(4), 0)
     job = JobConfig.model_validate({"recipe": "tests.plugins.endless:EndlessLoss"})
@@ -165,6 +189,11 @@ def test_a_hook_that_does_not_return_ends_its_group_with_its_name(
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     asyncio.run(a_hook_that_does_not_return(tmp_path))
+
+
+def test_a_rank_that_spins_ends_its_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    asyncio.run(a_rank_that_spins(tmp_path))
 
 
 def test_a_rank_that_is_stopped_ends_its_group(tmp_path: Path) -> None:

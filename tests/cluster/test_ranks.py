@@ -10,7 +10,8 @@
 5. what one rank cannot do fails on all of them, and none waits;
 6. an operation that fails on all ranks changes nothing;
 7. two ranks repeat the routes of experts as one does, in both modes;
-8. two ranks have the gradient of one with every kind of teacher in the learner, in its context, and by likely tokens.
+8. two ranks have the gradient of one with every kind of teacher in the learner, in its context, and by likely tokens;
+9. the watchdog of NCCL is set by names that the installed torch knows.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import pytest
 import torch
 
 from agentjet.compute import checkpoint
-from agentjet.compute.group import Sharding
+from agentjet.compute.group import Sharding, nccl_variables
 from agentjet.compute.learner import PolicyLearner
 from agentjet.compute.passes import score
 from tests.cluster import rank_cases
@@ -103,6 +104,12 @@ def check_gradients(kind: str, found: Any, models: dict[str, Path], batches: tup
         computed, needed = ours.pop("forest/tokens_computed"), theirs.pop("forest/tokens_computed")
         assert computed >= needed or kind == "rows", "ranks may repeat nodes above a cut; rows have less padding"
         assert ours == pytest.approx(theirs, rel=1e-4 if "bfloat16" not in kind else 0.5, abs=1e-6), step
+
+
+def test_torch_knows_the_variables_of_nccl() -> None:
+    header = Path(torch.__file__).with_name("include") / "torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp"
+    known = set(re.findall(r'"(\w+)"', header.read_text()))
+    assert nccl_variables(0.5)["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] == "1" and nccl_variables(0.5).keys() <= known
 
 
 @pytest.mark.parametrize(("kind", "sharding"), GRADIENTS)

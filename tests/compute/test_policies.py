@@ -456,7 +456,7 @@ async def test_a_worker_that_hangs_is_killed_at_once() -> None:
     """Not when its last policy leaves it: it has the memory that its successor needs."""
     process = Stubborn()
     ranks, theirs = await started(process, 0.1)
-    with theirs, pytest.raises(WorkerHung, match=r"did no work for 0.1 s .* and was killed; see worker\.log"):
+    with theirs, pytest.raises(WorkerHung, match=r"made no progress for 0.1 s .* and was killed; see worker\.log"):
         await ranks.ask("score", A)
     await asyncio.wait_for(process.ended, 10)
     await ranks.close()

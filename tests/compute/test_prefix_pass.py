@@ -5,7 +5,8 @@
 3. a pass without gradients does not affect the next one;
 4. a pass with gradients keeps no tensor alive: the memory of a batch is freed without the garbage collector;
 5. activation checkpointing gives the same gradients bit by bit, also row by row, and keeps a fraction of the
-   activations (with ranks: `tests/cluster/test_ranks.py`).
+   activations (with ranks: `tests/cluster/test_ranks.py`);
+6. each layer of a forward and of a backward pass is a step of progress where layers are counted, and no bit changes.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,8 +23,10 @@ from torch import Tensor
 
 from agentjet.compute.attention import ForestPlan
 from agentjet.compute.learner import PolicyLearner
+from agentjet.compute.model import count_layers
 from agentjet.compute.passes import PrefixPass
 from agentjet.compute.policy import Policy
+from agentjet.processes.progress import PROGRESS
 from agentjet.timeline.forest import Forest, ForestChunk, Row, build_forest, call_row
 from tests.cluster.rank_cases import gradients, policy_of
 from tests.compute.conftest import bytes_kept, make_policy, tokens
@@ -85,6 +89,17 @@ def test_pieces_of_any_size_have_the_gradient_of_the_whole(double: Policy, budge
     assert len(way.pieces(forest, budget)) > 3
     for ours, expected in zip(cut, whole, strict=True):
         assert float((ours - expected).norm() / expected.norm()) < 1e-6  # the library's norms are float32
+
+
+@pytest.mark.parametrize("changes", [{}, {"activation_checkpointing": True}, {"rank": 2}])
+def test_layers_are_steps_of_progress(tiny_folder: Path, changes: dict[str, Any]) -> None:
+    forest, policy = branching(), make_policy(tiny_folder, **changes)
+    expected = walk(policy, PrefixPass(policy), forest, WHOLE)
+    count_layers(policy)
+    before = PROGRESS.num_steps
+    found = walk(policy, PrefixPass(policy), forest, WHOLE)
+    assert PROGRESS.num_steps - before == 2 * policy.config.num_hidden_layers
+    assert all(map(torch.equal, found, expected))
 
 
 def test_hardly_anything_is_computed_twice(double: Policy) -> None:

@@ -4,7 +4,8 @@
 2. operations are idempotent: a gap, or another body under the same number, is refused;
 3. a killed worker is reported at once to every caller, and restarts from a checkpoint to the same weights, bit by
    bit; so does one that was stopped (SIGSTOP), after `server.worker_timeout`;
-4. a failed checkpoint keeps the last good one and removes its partial folder.
+4. a worker that uses a whole core and makes no step is found, and one that makes slow steps, loads or compiles is not;
+5. a failed checkpoint keeps the last good one and removes its partial folder.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from agentjet.errors import (
 )
 from agentjet.processes.rpc import Message, Peer, ProcessRequest
 from agentjet.timeline.batch import TrainingBatch
-from agentjet.timeline.forest import EVERYTHING, Forest, build_forest, call_row
+from agentjet.timeline.forest import EVERYTHING, Forest, build_forest, call_row, split
 from agentjet.types import Op, PolicyId, SamplingParams
 from tests.compute.conftest import model_config, pid_of, tokens
 
@@ -279,7 +280,7 @@ def test_killed_workers_are_reported_and_replay_to_the_same_weights(
             (outcome,) = await asyncio.gather(waiting, return_exceptions=True)
             if moment == "stopped":
                 assert isinstance(death, WorkerHung) and isinstance(outcome, WorkerHung)
-                assert "did no work for 4 s (server.worker_timeout)" in str(death)
+                assert "made no progress for 4 s (server.worker_timeout)" in str(death)
             else:
                 assert "ended by SIGKILL" in str(death)
                 assert outcome is None or isinstance(outcome, WorkerDied) or moment in ("learning", "saving")
@@ -291,6 +292,61 @@ def test_killed_workers_are_reported_and_replay_to_the_same_weights(
                 await learn_batch(compute, v, forests[v], job)
             await compute.save(POLICY, tmp_path / f"after-{moment}")
             assert weights(tmp_path / f"after-{moment}") == weights(tmp_path / "undisturbed")
+        await compute.close()
+
+    asyncio.run(scenario())
+
+
+HINDERED_SECONDS = 3.0
+"""`server.worker_timeout` of a worker that is hindered."""
+
+
+@pytest.mark.parametrize(
+    ("way", "seconds"),
+    [
+        ("learner spins", 0.0),
+        ("sampler spins", 0.0),
+        pytest.param("learner is slow", 1.0, marks=pytest.mark.thorough),
+        pytest.param("model loads long", 6.0, marks=pytest.mark.thorough),
+        pytest.param("learner compiles long", 6.0, marks=pytest.mark.thorough),
+    ],
+)
+@pytest.mark.usefixtures("workers_start_quickly")
+def test_a_worker_without_steps_is_found_and_a_slow_one_is_not(
+    way: str, seconds: float, tiny_folder: Path, tmp_path: Path
+) -> None:
+    sign = tmp_path / "sign"
+    recipe = {"name": "tests.plugins.hindered:Hindered", "way": way, "seconds": seconds, "sign": str(sign)}
+    job = JobConfig.model_validate({"recipe": recipe, "group_size": 4, "micro_batch_tokens": 16})
+
+    async def scenario() -> None:
+        server = {"data_dir": tmp_path, "worker_timeout": HINDERED_SECONDS}
+        settings = ServeConfig.model_validate({**config(tiny_folder, tmp_path).model_dump(), "server": server})
+        compute = ProcessCompute(settings)
+        await compute.add(POLICY, settings.model)
+        forest = await batch(compute, 0)
+        assert len(split(forest, job.micro_batch_tokens)) * seconds > HINDERED_SECONDS or not seconds
+
+        async def life() -> tuple[bytes, Any]:
+            await learn_batch(compute, 0, forest, job)
+            await compute.add(PolicyId("other"), settings.model)
+            again = await batch(compute, 0)
+            await compute.save(POLICY, tmp_path / "saved")
+            return weights(tmp_path / "saved"), again.tokens.tolist()
+
+        sign.touch()
+        hindered = asyncio.ensure_future(life())
+        if "spins" in way:
+            with pytest.raises(WorkerHung, match=r"made no progress for 3 s \(server\.worker_timeout\)"):
+                await hindered
+            await compute.add(POLICY, settings.model)
+            hindered = asyncio.ensure_future(life())
+        found = await hindered
+        assert not sign.exists()
+        for policy in (POLICY, PolicyId("other")):
+            await compute.remove(policy)
+        await compute.add(POLICY, settings.model)
+        assert found == await life(), "undisturbed"
         await compute.close()
 
     asyncio.run(scenario())

@@ -2,7 +2,8 @@
 
 1. only processes that have something to do hang, and only after the timeout without a message;
 2. a server that was stopped itself does not take that time for silence;
-3. CPU time (that of children included) and waiting for a disk give a sign of work, idleness gives none;
+3. steps give a sign of work; so do CPU time (that of children included) and waiting for a disk, except in code that
+   counts its steps; idleness gives none;
 4. a system that does not show a process for a while does not end its signs;
 5. the error of a process that did not start can be copied, as errors of processes are.
 The same on processes that were stopped: `tests/compute/test_worker.py`, `tests/cluster/test_rank_process.py`.
@@ -14,13 +15,14 @@ import copy
 import errno
 import pickle
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import psutil
 import pytest
 
-from agentjet.processes import rpc
+from agentjet.processes import progress
 from agentjet.processes.guardian import ProcessEnd
-from agentjet.processes.rpc import SIGN_OF_WORK, show_work
+from agentjet.processes.progress import StepCounter, show_progress
 from agentjet.processes.supervisor import NotStarted, Watchdog
 
 TIMEOUT = 100.0
@@ -80,19 +82,53 @@ def test_the_time_in_which_the_server_was_stopped_does_not_count() -> None:
 def test_signs_of_work(
     interval: float, seconds: list[float | None], signs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found, sent = iter(seconds), list[object]()
-    monkeypatch.setattr(rpc, "cpu_seconds", lambda: next(found))
-    monkeypatch.setattr(rpc.time, "sleep", lambda interval: None)
+    found, sent = iter(seconds), list[int]()
+    monkeypatch.setattr(progress, "cpu_seconds", lambda: next(found))
+    monkeypatch.setattr(progress.time, "sleep", lambda interval: None)
     with pytest.raises(StopIteration):
-        show_work(sent.append, interval)
-    assert sent == [SIGN_OF_WORK] * signs
+        show_progress(lambda: sent.append(1), interval, StepCounter())
+    assert sum(sent) == signs
+
+
+@pytest.mark.parametrize(
+    ("contexts", "is_limited", "steps", "signs"),
+    [
+        ("", False, [0, 0, 0], "+++"),
+        ("counted", False, [0, 0, 0], "---"),
+        ("counted", False, [0, 1, 0, 5], "-+-+"),
+        ("counted long_step", False, [0, 0, 0], "+++"),
+        ("counted", True, [0, 0, 0], "+++"),
+        ("long_step counted", False, [0, 0, 0], "+++"),
+    ],
+    ids=["no steps", "hangs", "steps", "a step that may take long", "a hook", "a compiler's thread"],
+)
+def test_cpu_time_is_no_progress_in_code_that_counts_its_steps(
+    contexts: str, is_limited: bool, steps: list[int], signs: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each interval uses a second of CPU time, or waits for a disk, and has these steps."""
+    shown, left, sent = StepCounter(), iter(enumerate(steps)), list[int]()
+    shown.is_limited = lambda: is_limited
+
+    def next_interval(interval: float) -> None:
+        sent.append(0)
+        shown.num_steps += next(left)[1]
+
+    monkeypatch.setattr(progress, "cpu_seconds", lambda: float(len(sent)) if len(sent) % 2 else None)
+    monkeypatch.setattr(progress.time, "sleep", next_interval)
+    with ExitStack() as stack:
+        for context in contexts.split():
+            stack.enter_context(getattr(shown, context)())
+        shown.num_steps = 0
+        with pytest.raises(StopIteration):
+            show_progress(lambda: sent.append(sent.pop() + 1), 0.1, shown)
+    assert "".join("-+"[number] for number in sent[:-1]) == signs and not shown.only_steps
 
 
 def test_cpu_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = rpc.cpu_seconds()
-    monkeypatch.setattr(rpc.time, "thread_time", lambda: 0.0)  # This thread is the one that works.
+    before = progress.cpu_seconds()
+    monkeypatch.setattr(progress.time, "thread_time", lambda: 0.0)  # This thread is the one that works.
     sum(i * i for i in range(2_000_000))
-    after = rpc.cpu_seconds()
+    after = progress.cpu_seconds()
     assert before is not None and after is not None and after > before
     for error in (psutil.AccessDenied(), OSError(errno.EMFILE, "Too many open files")):
 
@@ -100,7 +136,7 @@ def test_cpu_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
             raise error
 
         monkeypatch.setattr(psutil.Process, "status", fail)
-        assert rpc.cpu_seconds() is None
+        assert progress.cpu_seconds() is None
 
 
 @pytest.mark.parametrize("copied", [copy.copy, lambda error: pickle.loads(pickle.dumps(error))], ids=["copy", "pickle"])

@@ -30,6 +30,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from transformers import AttentionInterface
 
 from agentjet.compute.recurrence import Recurrence, States, computing
+from agentjet.processes.progress import PROGRESS
 from agentjet.timeline.forest import Forest, ancestors
 
 ATTENTION = "agentjet_plan"
@@ -624,4 +625,8 @@ def _table(chosen: NDArray[np.bool_], device: torch.device) -> tuple[Tensor, Ten
 @functools.cache
 def compiled_flex() -> Callable[..., Any]:
     """Returns `flex_attention`, compiled once a process, with dynamic shapes because forests differ in size."""
+    from torch._dynamo import callback
+
+    callback.on_compile_start(PROGRESS.begin_long_step)  # It is compiled again for other kinds of layers.
+    callback.on_compile_end(PROGRESS.end_long_step)
     return torch.compile(flex_attention, dynamic=True)

@@ -464,7 +464,6 @@ class Fleet(RoutedFleet):
         self._explain = explain
         self.count = count
         """Replicas that there should be."""
-        self._settings = settings
         self._timeout = timeout
         self._lives: dict[ReplicaHandle, asyncio.Task[None]] = {}
         self._num_started = 0

@@ -13,6 +13,7 @@ with several GPUs.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -39,8 +40,12 @@ Number = TypeVar("Number", bound=np.generic)
 Sharding = Literal["gathered", "sharded"]
 
 TIMEOUT = timedelta(hours=12)
-"""Limit of one collective. The gateway detects ranks that died; this ends only a group that it forgot."""
+"""Limit of one collective of gloo. A rank waits there while another one writes a file. The server detects ranks that
+hang; this ends only a group that it forgot."""
 JOIN_TIMEOUT = timedelta(minutes=10)
+NCCL_FACTOR = 10
+"""Limit of one collective of NCCL, in times of `server.worker_timeout`, and at least `JOIN_TIMEOUT`. A rank waits there
+for another one with more to compute. The server finds ranks that hang in a step; this finds them while they load."""
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
@@ -189,17 +194,41 @@ class Rendezvous:
         )
 
 
-def join(rank: int, num_ranks: int, address: str, rendezvous: Rendezvous | None, host: str) -> None:
-    """Meet the other ranks at the address of rank 0's rendezvous. `host` is the address of this machine."""
-    for variable in INTERFACES:
-        if interface := interface_of(host):
-            os.environ.setdefault(variable, interface)
+def join(
+    rank: int, num_ranks: int, address: str, rendezvous: Rendezvous | None, host: str, timeout: float = 120.0
+) -> None:
+    """Meet the other ranks at the address of rank 0's rendezvous. `host` is the address of this machine.
+
+    `timeout`: seconds without progress after which the server ends a rank, for the watchdog of NCCL.
+    """
+    variables = nccl_variables(timeout)
+    if interface := interface_of(host):
+        variables |= dict.fromkeys(INTERFACES, interface)
+    for variable, value in variables.items():
+        os.environ.setdefault(variable, value)
     if rendezvous is not None:
         store = rendezvous.store
     else:
         store = TCPStore(*host_and_port(address), is_master=False, timeout=JOIN_TIMEOUT)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=TIMEOUT)
+    if torch.cuda.is_available():
+        nccl: Any = dist.group.WORLD._get_backend(torch.device("cuda"))  # type: ignore[union-attr]
+        nccl._set_default_timeout(max(JOIN_TIMEOUT, timedelta(seconds=NCCL_FACTOR * timeout)))
+
+
+def nccl_variables(timeout: float) -> dict[str, str]:
+    """Returns the settings of torch's watchdog of NCCL. A variable of the user takes precedence.
+
+    A rank whose collective fails or takes too long ends, and so does one whose watchdog itself is stuck in CUDA for
+    `timeout` seconds. A process that ends writes no traces, because a dump of a hung GPU may hang.
+    """
+    return {
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",  # End the process without cleaning up, which may hang, too.
+        "TORCH_NCCL_ENABLE_MONITORING": "1",
+        "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": str(math.ceil(timeout)),
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    }
 
 
 def interface_of(host: str) -> str:

@@ -44,6 +44,7 @@ from agentjet.compute.protocol import LossSpec, Outputs, means
 from agentjet.compute.routes import OWN_ROUTES_KL, ROUTE_MISMATCH
 from agentjet.config import OptimizerConfig
 from agentjet.errors import ComputeError, ConfigError
+from agentjet.processes.progress import PROGRESS
 from agentjet.recipes import hooks
 from agentjet.recipes.losses import kl_k3
 from agentjet.recipes.policy_gradient import MISMATCH
@@ -135,6 +136,8 @@ class PolicyLearner:
         """The batch between its first and its last step."""
         self._contributed = False
         """True if a target contributed to the loss since the last optimiser step."""
+        self._has_computed = False
+        """True after the first micro-batch."""
         self._fingerprints: dict[str, int] = {}
         self.weights_changed()
         if self._layers:
@@ -354,7 +357,8 @@ class PolicyLearner:
             return
         if source != "policy" and (self._teacher is None or self._teacher.folder != source):
             self._teacher = None  # Frees the memory of another one.
-            self._teacher = self.ranks.agreed(lambda: Teacher(source, self.policy))
+            with PROGRESS.long_step():
+                self._teacher = self.ranks.agreed(lambda: Teacher(source, self.policy))
         yield None if source == "policy" else self._teacher
 
     def _grades(
@@ -414,8 +418,10 @@ class PolicyLearner:
             weighted = self._with_slopes(weighted, recipe, present, sums)
             pieces = [piece for piece, _ in self._pieces(weighted, loss.micro_batch_tokens, self._pass)]
         for piece in pieces:
-            self._accumulate(piece, recipe, sums)
-        self._pass.finish()
+            with self._micro_batch():
+                self._accumulate(piece, recipe, sums)
+        with self._micro_batch():
+            self._pass.finish()
         self._reduce_gradients()
         sums[TOKENS_COMPUTED] = float(sum(map(self._pass.num_computed, pieces)))
         totals: Counter[str] = Counter()
@@ -452,14 +458,16 @@ class PolicyLearner:
             name: np.zeros((forest.num_targets, *widths.get(name, ())), self._float) for name in names
         }
         for piece, targets in self._pieces(forest, max_tokens, own_pass):
-            for name, values in measured(policy, own_pass, piece, names, heads, top_k).items():
-                if len(targets):
-                    found[name][targets] = _array(values.float() if self._float is np.float32 else values)
+            with self._micro_batch():
+                for name, values in measured(policy, own_pass, piece, names, heads, top_k).items():
+                    if len(targets):
+                        found[name][targets] = _array(values.float() if self._float is np.float32 else values)
         return {name: self.ranks.sum(values) for name, values in found.items()}
 
     def logprobs(self, forest: Forest) -> Tensor:
         """Returns the log-probabilities [M] of the forest's targets, without gradient."""
-        return measured(self.policy, self._pass, forest, ["proximal"])["proximal"]
+        with PROGRESS.counted(), self._micro_batch():
+            return measured(self.policy, self._pass, forest, ["proximal"])["proximal"]
 
     @contextmanager
     def _reference_weights(self) -> Iterator[None]:
@@ -489,7 +497,8 @@ class PolicyLearner:
 
     def _weights_of_version_0(self) -> dict[str, Tensor]:
         if self._reference is None:
-            self._reference = self.policy.original_weights()
+            with PROGRESS.long_step():
+                self._reference = self.policy.original_weights()
         return self._reference
 
     @torch.no_grad()
@@ -509,6 +518,13 @@ class PolicyLearner:
             self._reference = None
         for name, master in self._masters.items():
             self._moved_reference[name].lerp_(master.detach(), mix)
+
+    @contextmanager
+    def _micro_batch(self) -> Iterator[None]:
+        """Context of a step of progress. On a CPU it may take minutes, and the first one compiles kernels."""
+        with PROGRESS.long_step(self.policy.device.type == "cpu" or not self._has_computed):
+            yield
+        self._has_computed = True
 
     def _accumulate(self, forest: Forest, recipe: Recipe, sums: defaultdict[str, float]) -> None:
         """Forward, loss and backward of one micro-batch. The pass may postpone a part of the backward."""
@@ -703,7 +719,9 @@ class PolicyLearner:
         is_first = self.ranks.rank == 0
         found = dict(merged_weights(base, without=self._layers)) if is_first else {}
         for path, module in base.named_modules():
-            if module in self._layers:
+            if module not in self._layers:
+                continue
+            with PROGRESS.counted():
                 module.unshard()
                 if is_first:
                     found |= {name: tensor.to("cpu", copy=True) for name, tensor in merged_weights(module, f"{path}.")}

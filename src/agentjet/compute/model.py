@@ -24,7 +24,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -69,6 +69,7 @@ from agentjet.compute.policy import (
 from agentjet.compute.recurrence import install
 from agentjet.config import LoraConfig, ModelConfig
 from agentjet.errors import AgentJetError, ConfigError
+from agentjet.processes.progress import PROGRESS
 from agentjet.rendering import check_tool_format, template_for
 from agentjet.rendering.formats import TOOL_FORMATS
 from agentjet.timeline.forest import Row, build_forest
@@ -135,6 +136,8 @@ class BaseModel:
         policy.measures_routes = config.expert_routes == "auto"
         if config.activation_checkpointing:
             recompute_activations(policy)
+        if policy.device.type == "cuda":
+            count_layers(policy)
         policy.offloads_optimizer = config.offload_optimizer
         return policy
 
@@ -230,6 +233,23 @@ def decoder_layers(policy: Policy, setting: str) -> list[nn.Module]:
         if isinstance(module, nn.ModuleList) and len(module) >= count:
             return list(module)
     raise ConfigError(f"{setting}: {policy.info.name!r} has no list of {count} layers: use another value or model")
+
+
+def count_layers(policy: Policy) -> None:
+    """Count each layer of a forward and of a backward pass as a step of progress.
+
+    A pass through a large model takes minutes for one long conversation. A model without a list of layers counts none.
+    """
+
+    def count(layer: nn.Module, inputs: Any, output: Any) -> None:
+        PROGRESS.mark()
+        hidden: Tensor = output[0] if isinstance(output, tuple) else output
+        if hidden.requires_grad:
+            hidden.register_hook(lambda gradient: PROGRESS.mark())  # type: ignore[no-untyped-call]
+
+    with suppress(ConfigError):
+        for layer in decoder_layers(policy, "progress"):
+            layer.register_forward_hook(count)
 
 
 def recompute_activations(policy: Policy) -> None:

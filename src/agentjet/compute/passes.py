@@ -34,6 +34,7 @@ from agentjet.compute.model import load_policy
 from agentjet.compute.policy import Policy
 from agentjet.compute.routes import RoutePass, routing
 from agentjet.config import ModelConfig
+from agentjet.processes.progress import PROGRESS
 from agentjet.recipes.recipe import ValueHeads
 from agentjet.timeline.forest import (
     Forest,
@@ -397,6 +398,7 @@ def chunks(
             likely, likely_ids = logps.topk(top_k, -1)
             own |= {"likely": likely.clamp(min=EXCLUDED)[of], "likely_ids": likely_ids[of]}
         yield targets, own
+        PROGRESS.mark()
 
 
 @torch.no_grad()

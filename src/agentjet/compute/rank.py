@@ -9,7 +9,7 @@
 
 The server starts the process (`compute.backend`). It stores no facts: they are all in the server's journal.
 
-    rendezvous() -> "HOST:PORT" (rank 0)          join(rank, num_ranks, address)
+    rendezvous() -> "HOST:PORT" (rank 0)          join(rank, num_ranks, address, timeout)
     add(model, sampler, compute) -> ModelInfo     remove, sample, cancel, score
     publish(version, wanted) -> Publication, or None without `wanted` and for a rank that samples
     load_batch, forward_backward, optim_step, save, load, export: see `Learner`
@@ -29,6 +29,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -57,6 +58,7 @@ from agentjet.compute.weights import (
 )
 from agentjet.config import ComputeConfig, ModelConfig, OptimizerConfig, SamplerConfig, SamplerLimits
 from agentjet.errors import ComputeError, ConfigError, HookHung, OperationConflict, PolicyRemoved
+from agentjet.processes.progress import PROGRESS
 from agentjet.processes.rpc import Answer, Link, ProcessRequest, Send, answering
 from agentjet.recipes import hooks
 from agentjet.timeline.batch import TrainingBatch
@@ -84,6 +86,8 @@ _ENDING = ("forward_backward", "optim_step", "remove")
 """Requests whose failure ends the process, because gradients, weights or the sampler may be half changed."""
 _COMPILED = "compiled"
 """The request of the process to itself to start the completion whose grammar its thread has compiled."""
+_COUNTED = ("forward_backward", "optim_step", "score")
+"""Requests whose code counts its steps. Others load, compile or write files: their CPU time shows progress."""
 _UNANSWERED = ("sample", "cancel", _COMPILED)
 """Requests about one completion. Its tokens are the answer."""
 _OF_RANK = ("rendezvous", "join", "add", "remove", "sample", "cancel", "score", _COMPILED)
@@ -197,7 +201,8 @@ class PolicyHost:
         if self.sampler is not None:
             self.sampler.paused.add(self.policy)  # Until the next `publish`, because it shares the weights.
         self._is_published = False
-        metrics = self.learner.optim_step(optimizer, self.version) | self.learner.weights_changed()
+        with PROGRESS.long_step(self.learner.masters()[0].device.type == "cpu"):
+            metrics = self.learner.optim_step(optimizer, self.version) | self.learner.weights_changed()
         metrics[FINGERPRINT] = float(self.learner.fingerprint)
         if self.learner.ranks.mesh is not None:
             metrics["learner/ranks"] = float(self.learner.ranks.num_ranks)
@@ -365,7 +370,8 @@ class Rank:
         while True:
             request = self.next_request(arrivals_end)
             if request is None:
-                self.sample_step()
+                with PROGRESS.counted():
+                    self.sample_step()
                 arrivals_end = 0.0
                 continue
             self.answer(request)
@@ -398,7 +404,8 @@ class Rank:
         op, id, policy, args = self.present = request
         assert policy is not None
         with answering(request, self._send, ends=lambda error: self._place is not None or op in _ENDING):
-            result = self.handle(op, policy, *args)
+            with PROGRESS.counted() if op in _COUNTED else nullcontext():
+                result = self.handle(op, policy, *args)
             if op not in _UNANSWERED:
                 self._send(Answer(id, result))
 
@@ -411,8 +418,8 @@ class Rank:
         self._meeting = Rendezvous(self._host)
         return self._meeting.address
 
-    def _join(self, policy: PolicyId, rank: int, num_ranks: int, address: str) -> None:
-        join(rank, num_ranks, address, self._meeting, self._host)
+    def _join(self, policy: PolicyId, rank: int, num_ranks: int, address: str, timeout: float) -> None:
+        join(rank, num_ranks, address, self._meeting, self._host, timeout)
         self._place = rank, num_ranks
         if rank == 0:
             self._server = WeightsServer(self._host, self._secret)
@@ -492,7 +499,8 @@ class Rank:
     def _score(self, policy: PolicyId, tokens: np.ndarray, num_likeliest: int) -> list[TokenScore]:
         hosted = self._hosted(policy)
         _check_tokens(hosted, tokens)
-        return score(hosted.policy, tokens, num_likeliest)
+        with PROGRESS.long_step(hosted.policy.device.type == "cpu"):
+            return score(hosted.policy, tokens, num_likeliest)
 
     def _sample(self, policy: PolicyId, id: int, tokens: np.ndarray, params: SamplingParams) -> None:
         hosted = self._hosted(policy)
@@ -625,11 +633,12 @@ def make_deterministic() -> None:
 def end_overdue(limit: float, request: Callable[[], ProcessRequest | None], send: Send) -> None:
     """Start a thread that ends the process when a hook of a recipe takes more than `limit` seconds.
 
-    A hook in an endless loop uses CPU time, so the watchdog takes it for work. The thread reports the hook first.
-    `request` returns the request that the process works on. A hook that holds Python's lock in C stops the thread, too:
-    then only the watchdog is left.
+    A hook in an endless loop uses CPU time, which is progress because a hook counts no steps. The thread reports the
+    hook first. `request` returns the request that the process works on. A hook that holds Python's lock in C stops the
+    thread, and the signs of work: the watchdog ends the process.
     """
     text = f"{limit:g} s (server.hook_timeout)"
+    PROGRESS.is_limited = lambda: bool(hooks.RUNNING)
 
     def watch() -> None:
         while not (overdue := hooks.overdue_call(limit, text)):

@@ -134,8 +134,10 @@ class Ranks:
     async def join(self) -> None:
         """Let the ranks meet as a group of `torch.distributed`, before anything else is requested."""
         address = await self._ask_all("rendezvous", [self._send("rendezvous", self._policy)])
-        count = len(self._peers)
-        await self._ask_all("join", [self._send("join", self._policy, n, count, address) for n in range(count)])
+        count, timeout = len(self._peers), self._watchdog.timeout
+        await self._ask_all(
+            "join", [self._send("join", self._policy, n, count, address, timeout) for n in range(count)]
+        )
 
     async def ask(self, op: str, policy: PolicyId, *args: Any) -> Any:
         """Send a request to every rank; returns the answer of rank 0. Raises the error of any, or `WorkerDied`."""
@@ -255,8 +257,8 @@ class Ranks:
     async def _end_all(self, fallen: Peer) -> None:
         reason = f"{fallen.name}: its connection ended"
         if self._hung:
-            silent = f"did no work for {self._watchdog.timeout:g} s (server.worker_timeout)"
-            reason = f"{fallen.name}: the ranks {silent}; this one fell silent first"
+            silent = f"made no progress for {self._watchdog.timeout:g} s (server.worker_timeout)"
+            reason = f"{fallen.name}: the ranks {silent}; this one did so first"
             if len(self.names) == 1:
                 reason = f"{fallen.name} {silent} and was killed"
             reason += f"; see {fallen.process.log_path}" if fallen.process is not None else ""

@@ -35,6 +35,7 @@ from agentjet.compute.policy import PROBE_TOKENS, Policy, first_line, probe_toke
 from agentjet.compute.routes import RoutePass, present_routes, routing
 from agentjet.compute.token_choice import ChoiceRules, Grammars, Guide, sample_tokens
 from agentjet.errors import ComputeError, GrammarError, OutOfCache
+from agentjet.processes.progress import PROGRESS
 from agentjet.timeline.forest import EVERYTHING
 from agentjet.timeline.routes import Choices
 from agentjet.types import FinishReason, SamplingParams
@@ -309,7 +310,8 @@ class ModelSampler:
     def _compute(self, spans: Spans, hidden: list[Tensor], complete: list[CacheRow]) -> None:
         """Compute the next tokens of rows. Adds the complete rows, and the hidden states of their last tokens."""
         for owners, part in _passes(spans):
-            found = self._forward_recorded(owners, part)
+            with PROGRESS.long_step(self.policy.device.type == "cpu" or not self.num_computed):  # The first compiles.
+                found = self._forward_recorded(owners, part)
             self._cache.advance(part)
             whole = [row for row, _ in part if row.filled == row.length]
             complete += whole

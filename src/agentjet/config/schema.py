@@ -448,8 +448,8 @@ class ServerConfig(Section):
     call_timeout: float = Field(600.0, gt=0)
     """Seconds that a call waits while the worker learns or restarts; then the answer is 503."""
     worker_timeout: float = Field(120.0, gt=0)
-    """Seconds without progress after which the worker is killed and replaced. A worker makes progress while it sends
-    messages, uses CPU time or waits for a disk; a worker that computes is never killed."""
+    """Seconds without progress after which the worker is killed and replaced. Progress is a message or a step, such as
+    a decoding step or a micro-batch. While it loads, compiles, writes files or computes on a CPU, CPU time is, too."""
     hook_timeout: float = Field(HOOK_SECONDS, gt=0)
     """Seconds that one call of a recipe's hook may take; then the run stops with the name of the hook. Next to the
     weights the compute process is started again for other runs. In the gateway the thread of the hook is abandoned.

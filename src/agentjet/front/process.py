@@ -24,7 +24,7 @@ from typing import Any
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from agentjet.compute.fleet import FrontWork, RoutingFacts
+from agentjet.compute.fleet import FrontWork, Others, RoutingFacts
 from agentjet.compute.remote import RemoteSamplers
 from agentjet.config import ServeConfig
 from agentjet.errors import ConfigError, Forbidden, Later
@@ -303,9 +303,9 @@ class Front:
     async def _replicas(self, facts: RoutingFacts) -> None:
         self._samplers.update(facts)
 
-    async def _report(self, others: Mapping[PolicyId, Mapping[str, int]]) -> FrontReport:
-        for policy, running in others.items():
-            self._samplers.others(policy, running)
+    async def _report(self, others: Mapping[PolicyId, Mapping[str, Others]]) -> FrontReport:
+        for policy, work in others.items():
+            self._samplers.others(policy, work)
         late, self._late = self._late, 0.0
         runs = {name: run.report() for name, run in self._runs.items()}
         return FrontReport(runs, self._samplers.report(), time.process_time(), late)

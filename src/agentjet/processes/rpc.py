@@ -38,11 +38,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Generic, NamedTuple, Protocol, Self, TypeVar
 
-import psutil
-
 from agentjet import __version__
 from agentjet.errors import AgentJetError, ComputeError, WorkerDied
 from agentjet.processes.guardian import ProcessEnd
+from agentjet.processes.progress import show_progress
 from agentjet.types import PolicyId, Sampled, SlowWork
 
 log = logging.getLogger(__name__)
@@ -69,10 +68,6 @@ REASON_SECONDS = 2.0
 """Time for a process to end by itself whose connection ended. Then it is killed."""
 MAX_UNSENT_BYTES = 2**26
 """Messages to a front that may wait until it reads. Beyond them its connection ends."""
-MIN_CPU_SECONDS = 0.02
-"""Minimum CPU time that counts as work. The operating system counts in steps of 0.01 s."""
-BACKGROUND_SHARE = 0.02
-"""CPU seconds a second that never count as work. In a rank that waits for another one, threads of gloo use 0.003."""
 
 
 # ---- messages --------------------------------------------------------------------------------------------------------
@@ -446,7 +441,9 @@ class Link:
         address, name, secret = (environment[variable] for variable in cls.VARIABLES)
         link = cls(dial(address, name, secret.encode()), name, secret.encode())
         if seconds := environment.get(cls.SIGNS):
-            threading.Thread(target=show_work, args=(link.send, float(seconds)), daemon=True).start()
+            threading.Thread(
+                target=show_progress, args=(lambda: link.send(SIGN_OF_WORK), float(seconds)), daemon=True
+            ).start()
         return link
 
     @classmethod
@@ -601,41 +598,6 @@ def answering(
         send(Answer(request.id, error=failure, ends=does_end))
         if does_end:
             raise
-
-
-def show_work(send: Send, interval: float) -> None:
-    """Send a sign of work after each interval in which this process or a child used CPU time, or waited for a disk.
-
-    The time of this thread does not count, so a process that waits for another one is silent. Heartbeats would not show
-    a hang: a thread sends them while the main loop is deadlocked.
-    """
-    before = work = 0.0
-    while True:
-        time.sleep(interval)
-        used = cpu_seconds()
-        if used is not None:
-            # Little adds up: a busy machine gives it slowly. The sum falls when a child ends.
-            work = max(0.0, work + abs(used - before) - BACKGROUND_SHARE * interval)
-            before = used
-        if used is None or work >= MIN_CPU_SECONDS:
-            work = 0.0
-            send(SIGN_OF_WORK)
-
-
-def cpu_seconds() -> float | None:
-    """Returns the CPU time of this process and its children, without that of this thread.
-
-    None if the process waits for a disk, and if the system does not show it: `psutil` passes an `OSError`, for example
-    with too many open files. A process whose signs end would be killed.
-    """
-    try:
-        process = psutil.Process()
-        if process.status() == psutil.STATUS_DISK_SLEEP:
-            return None
-        times = [child.cpu_times() for child in process.children(recursive=True)]
-    except (psutil.Error, OSError):
-        return None
-    return time.process_time() - time.thread_time() + float(sum(one.user + one.system for one in times))
 
 
 # ---- connections -----------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ children when the server is gone, also after SIGKILL. `RayPlacement` asks the co
 conductor starts with the first process, and again after its death. If it dies, every process has ended: Ray ends their
 actors.
 
-The watchdog counts messages: a process that computes sends a sign of work after each interval in which it worked.
+The watchdog counts messages: a process sends a sign of work after each interval in which it made `progress`.
 """
 
 from __future__ import annotations
