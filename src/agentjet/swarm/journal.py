@@ -442,7 +442,7 @@ class Journal:
             f"SELECT {', '.join(CallCounts._fields)} FROM {schema}.episodes WHERE id = :id" for schema in self._schemas
         )
         rows = self.file.db.execute(query, {"id": episode_id}).fetchall()
-        found = [CallCounts(*row[:3], noted=json.loads(row[3]), refused=json.loads(row[4])) for row in rows]
+        found = [CallCounts(row[0], row[1], row[2], json.loads(row[3]), json.loads(row[4])) for row in rows]
         return max(
             found, key=lambda one: (one.num_calls, sum(one.noted.values()), sum(one.refused.values())), default=None
         )
