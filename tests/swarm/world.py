@@ -13,6 +13,7 @@ from agentjet.config import JobConfig
 from agentjet.protocol import AbortRequest, BeginRequest, FinishRequest
 from agentjet.recipes.registry import make_recipe
 from agentjet.swarm import Batch, EpisodeRecord, Journal, SwarmState
+from agentjet.swarm.conversations import Conversations
 from agentjet.timeline.batch import TrainingBatch
 from agentjet.timeline.forest import Forest
 from agentjet.types import SOLE_POLICY, Call, Message, ToolCall
@@ -65,9 +66,15 @@ class World:
         return self.swarm.abort(episode.id, AbortRequest(reason=reason), idempotency_key=key)
 
     def call(
-        self, episode: EpisodeRecord, *tokens: int, parent: Call | None = None, kept: int = 0, **changes: Any
+        self,
+        episode: EpisodeRecord,
+        *tokens: int,
+        parent: Call | None = None,
+        kept: int = 0,
+        to: Conversations | None = None,
+        **changes: Any,
     ) -> Call:
-        """Record a call: prompt (1, 2) or what `parent` keeps and then 3, answer `tokens`."""
+        """Record a call, `to` a front: prompt (1, 2) or what `parent` keeps and then 3, answer `tokens`."""
         self.num_calls += 1
         call = Call(
             id=f"{episode.id}.{self.num_calls}",
@@ -86,7 +93,7 @@ class World:
             created=self.now,
         )
         call = replace(call, **changes)
-        self.swarm.record_call(call, [b"p"] * len(call.suffix), [f"é{token}".encode() for token in tokens])
+        (to or self.swarm).record_call(call, [b"p"] * len(call.suffix), [f"é{token}".encode() for token in tokens])
         return call
 
     def prune(self) -> int:
