@@ -19,8 +19,8 @@ from typing import ClassVar
 import pytest
 
 from agentjet.cli import server_process
-from agentjet.cli.server_process import tracer_provider
 from agentjet.errors import ConfigError, Conflict, Forbidden, InvalidRequest, NotFound
+from agentjet.front.tracing import tracer_provider
 from agentjet.protocol import RunSettings
 from tests.cli.test_commands import at, run
 from tests.fakes import running

@@ -296,7 +296,7 @@ def test_without_a_tracer_nothing_is_imported() -> None:
 import sys
 import tempfile
 import threading
-from agentjet.front.calls import Tracing
+from agentjet.front.tracing import Tracing
 with Tracing().span("step", batch_id=0):
     Tracing().annotate(call_id="c")
 assert not any(name.startswith("opentelemetry") for name in sys.modules)

@@ -30,10 +30,10 @@ from agentjet.client.report import given_text
 from agentjet.client.threads import exit_with_parent
 from agentjet.compute.backend import ProcessCompute
 from agentjet.config import ServeConfig, ServerConfig, check_models, server_token
-from agentjet.errors import ConfigError, install_extra
-from agentjet.front.calls import Tracing
+from agentjet.errors import ConfigError
 from agentjet.front.http import HttpServer, check_certificate, listen, tune_python, uvicorn_config
 from agentjet.front.keys import Keys
+from agentjet.front.tracing import Tracing
 from agentjet.server.app import create_app
 from agentjet.server.fronts import Fronts
 from agentjet.server.gateway import Gateway
@@ -42,7 +42,7 @@ from agentjet.server.runs import Runs
 from agentjet.types import DEFAULT_RUN, JOURNAL
 
 if TYPE_CHECKING:
-    from opentelemetry.sdk.trace import TracerProvider
+    pass
 
 log = logging.getLogger(__name__)
 _print = partial(print, flush=True)
@@ -62,10 +62,7 @@ def run(config: ServeConfig, *, ends_with_input: bool = False) -> None:
     check_certificate(config.server)
     with contextlib.ExitStack() as stack:
         tracing = Tracing()
-        if config.server.trace_endpoint:
-            provider = tracer_provider(config.server.trace_endpoint)
-            stack.callback(provider.shutdown)
-            tracing.tracer = provider.get_tracer("agentjet", __version__)
+        stack.callback(tracing.connect(config.server.trace_endpoint))
         listener = stack.enter_context(contextlib.closing(_listen(config.server)))
         fronts = [
             stack.enter_context(contextlib.closing(_listen(config.server, front)))
@@ -310,25 +307,3 @@ def _log_to(folder: Path) -> None:
     console.setLevel(logging.WARNING)
     configure_handler(console, "%(levelname)s: %(message)s")
     logging.basicConfig(level=logging.INFO, handlers=[file, console])
-
-
-def tracer_provider(endpoint: str) -> TracerProvider:
-    """OpenTelemetry's SDK: sends spans to `endpoint` in the background; `shutdown()` sends the last ones.
-
-    Raises `ConfigError` if the packages are missing.
-    """
-    try:
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-        from opentelemetry.sdk.resources import Resource
-        from opentelemetry.sdk.trace import TracerProvider
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"server.trace_endpoint = {endpoint!r} needs the package {error.name!r}: {install_extra('otel')}. Or "
-            "leave the setting out"
-        ) from None
-    provider = TracerProvider(
-        resource=Resource.create({"service.name": "agentjet", "service.version": __version__}), shutdown_on_exit=False
-    )
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
-    return provider

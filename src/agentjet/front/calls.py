@@ -23,8 +23,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext, suppress
-from contextvars import ContextVar
+from contextlib import AbstractContextManager, aclosing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from itertools import takewhile
@@ -49,6 +48,7 @@ from agentjet.errors import (
 )
 from agentjet.front.concurrency import Gate, GroupCommit, StreamPace, offload
 from agentjet.front.prompts import AnswerDelta, CompletionParser, Prompt, TokenLogprob, num_characters, prepare_prompt
+from agentjet.front.tracing import Tracing, present_episode, present_run
 from agentjet.rendering import Renderer
 from agentjet.rendering.grammar import GrammarTrials
 from agentjet.swarm import EpisodeRecord
@@ -60,7 +60,7 @@ from agentjet.timeline.tree import context_hash
 from agentjet.types import ANY_ANSWER, Call, Constraint, Conversation, Message, PolicyId, SamplingParams, policy_of
 
 if TYPE_CHECKING:
-    from opentelemetry.trace import Tracer
+    pass
 
 RESAMPLE_SECONDS = 0.05
 """Wait before a call whose worker crashed enters the gate again. The gate is held by then."""
@@ -155,36 +155,6 @@ class CallChunk:
     """The stop string that ended the choice. Last chunk only."""
     scores: tuple[ScoredToken, ...] = ()
     """Scores of prompt and completion if the request asks for them. Last chunk only."""
-
-
-# ---- calls in the log and in spans -----------------------------------------------------------------------------------
-
-present_run: ContextVar[str] = ContextVar("run", default="")
-"""Name of the run whose work is done, or ''."""
-present_episode: ContextVar[str] = ContextVar("episode_id", default="")
-
-
-class Tracing:
-    """OpenTelemetry spans of a server: one per sampled choice, one per learned batch. None while `tracer` is unset."""
-
-    def __init__(self) -> None:
-        self.tracer: Tracer | None = None
-
-    def span(self, name: str, **attributes: str | int) -> AbstractContextManager[object]:
-        """Context of a span. Its attributes, and the name of the run, get the prefix `agentjet.`."""
-        if self.tracer is None:
-            return nullcontext()
-        return self.tracer.start_as_current_span(name, attributes=_prefixed({"run": present_run.get(), **attributes}))
-
-    def annotate(self, **attributes: str | int) -> None:
-        if self.tracer is not None:
-            from opentelemetry import trace
-
-            trace.get_current_span().set_attributes(_prefixed(attributes))
-
-
-def _prefixed(attributes: Mapping[str, str | int]) -> dict[str, str | int]:
-    return {f"agentjet.{name}": value for name, value in attributes.items()}
 
 
 # ---- the calls of a run ----------------------------------------------------------------------------------------------

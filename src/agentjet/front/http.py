@@ -60,10 +60,11 @@ from agentjet.errors import (
     Unprocessable,
     nearest_name,
 )
-from agentjet.front.calls import Calls, present_run
+from agentjet.front.calls import Calls
 from agentjet.front.concurrency import LARGE, Turns, offload
 from agentjet.front.dialects import DIALECTS, error_shape
 from agentjet.front.keys import Keys
+from agentjet.front.tracing import present_run
 from agentjet.protocol import Problem, refusal_of, status_of
 from agentjet.types import RUN_NAME
 

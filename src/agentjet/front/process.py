@@ -29,7 +29,7 @@ from agentjet.compute.remote import RemoteSamplers
 from agentjet.config import ServeConfig
 from agentjet.errors import ConfigError, Forbidden, Later
 from agentjet.front import inference
-from agentjet.front.calls import Calls, Tracing
+from agentjet.front.calls import Calls
 from agentjet.front.concurrency import Gate, GroupCommit
 from agentjet.front.http import (
     HttpServer,
@@ -46,6 +46,7 @@ from agentjet.front.http import (
 )
 from agentjet.front.keys import Keys
 from agentjet.front.segment import Activity, Segment
+from agentjet.front.tracing import Tracing
 from agentjet.processes.rpc import Answer, Link, ProcessRequest, answering
 from agentjet.rendering import Renderer
 from agentjet.swarm.facts import build
@@ -139,12 +140,14 @@ class FrontPolicies:
 class FrontRun:
     """A run of a front."""
 
-    def __init__(self, segment: Segment, policies: FrontPolicies, keys: Keys, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, segment: Segment, policies: FrontPolicies, keys: Keys, tracing: Tracing, clock: Callable[[], float]
+    ) -> None:
         self.segment = segment
         self.policies = policies
         self.gate = Gate()
         self.commits = GroupCommit(segment)
-        self.calls = Calls(policies, self.commits, self.gate, Tracing(), clock)
+        self.calls = Calls(policies, self.commits, self.gate, tracing, clock)
         self.keys = keys
         self._revision = -1
         self._changing = asyncio.Lock()
@@ -176,9 +179,6 @@ class FrontRun:
 
     async def finish(self, episode_id: str) -> CallCounts | None:
         """Ends an episode here. Returns its counts when its calls are on disk; None for one that had ended."""
-        if self.segment.is_finishing(episode_id):
-            return self.segment.finish(episode_id)
-        await self.calls.read(episode_id)
         if lost := self.calls.undelivered(episode_id):
             self.segment.undelivered(episode_id, lost)
         counts = self.segment.finish(episode_id)
@@ -215,6 +215,7 @@ class Front:
         self._settings: FrontSettings | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._late = 0.0
+        self._tracing = Tracing()
         self._opening = asyncio.Lock()
 
     async def run(self) -> None:
@@ -237,6 +238,7 @@ class Front:
     async def _begin(self, settings: FrontSettings) -> None:
         self._settings = settings
         self._keys = Keys.open(settings.config.server.data_dir.resolve(), clock=self._clock)
+        self._tracing.connect(settings.config.server.trace_endpoint)
         self._start(self._measure_lag())
 
     async def _listen(self) -> None:
@@ -264,7 +266,7 @@ class Front:
                 keys = self._keys if is_default else Keys.open(folder, server=self._keys, clock=self._clock)
                 policies = FrontPolicies(run, config, self._samplers)
                 segment = await self._opened(folder, self.settings)
-                known = self._runs[run] = FrontRun(segment, policies, keys, self._clock)
+                known = self._runs[run] = FrontRun(segment, policies, keys, self._tracing, self._clock)
         await known.change(state)
 
     async def _opened(self, folder: Path, settings: FrontSettings) -> Segment:
@@ -285,7 +287,8 @@ class Front:
             await known.close()
 
     async def _drained(self, run: str) -> None:
-        await self._runs[run].drained()
+        if run in self._runs:
+            await self._runs[run].drained()
 
     async def _finish(self, run: str, episode_id: str) -> CallCounts | None:
         return await self._runs[run].finish(episode_id)

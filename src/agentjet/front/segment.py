@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -138,12 +138,17 @@ class Segment(Conversations):
         self._heard.setdefault(episode_id, False)
         return super().heartbeat(episode_id)
 
+    @contextmanager
+    def calling(self, episode_id: str) -> Iterator[EpisodeRecord]:
+        with super().calling(episode_id) as episode:
+            self._heard[episode_id] = True
+            yield episode
+
     def put_calls(self, episode: EpisodeRecord) -> None:
         before = self.episodes[episode.id]
         self.restores.append(lambda: self.episodes.__setitem__(episode.id, before))
         self.episodes[episode.id] = episode
         self.journal.put_episode(episode)
-        self._heard[episode.id] = True
         self._counted.add(episode.id)
 
     def next_call_number(self) -> int:
@@ -152,9 +157,6 @@ class Segment(Conversations):
         return self._last_number
 
     # ---- messages of the server -------------------------------------------------------------------------------------
-
-    def is_finishing(self, episode_id: str) -> bool:
-        return episode_id in self._finishing
 
     def finish(self, episode_id: str) -> CallCounts | None:
         """End an episode here: nothing is recorded from here on. Returns its counts; None for one that had ended."""

@@ -22,7 +22,7 @@ from starlette.requests import HTTPConnection
 from starlette.responses import Response
 
 from agentjet.errors import ConfigError, Conflict, Forbidden, NotFound, TooLarge, Unprocessable
-from agentjet.front.calls import Calls, present_episode
+from agentjet.front.calls import Calls
 from agentjet.front.http import (
     INFERENCE_PATH,
     PROBLEMS,
@@ -38,6 +38,7 @@ from agentjet.front.http import (
     scope_of,
 )
 from agentjet.front.keys import KEY_PREFIX, Bearer, Keys, SessionCodes
+from agentjet.front.tracing import present_episode
 from agentjet.protocol import PREFIX, RunSettings, RunView
 from agentjet.server.gateway import Gateway
 from agentjet.server.monitoring import Machine

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from agentjet.compute.backend import ProcessCompute
-from agentjet.config import ServeConfig
+from agentjet.config import JobConfig, ServeConfig
 from agentjet.errors import AgentJetError, ComputeError, Later, RequestError, Unavailable, WorkerDied
 from agentjet.front.concurrency import Gate
 from agentjet.front.process import SOCKET, FrontReport, FrontSettings, RunReport, RunState
@@ -32,7 +32,7 @@ from agentjet.processes.guardian import Launch
 from agentjet.processes.rpc import Peer
 from agentjet.processes.supervisor import LocalPlacement, Supervisor
 from agentjet.protocol import FrontView
-from agentjet.server.run_policies import RunPolicies
+from agentjet.server.run_policies import RunPolicies, all_of
 from agentjet.swarm import EpisodeRecord, Journal, SwarmState
 from agentjet.swarm.journal import Slice
 from agentjet.timeline.batch import TrainingBatch
@@ -158,13 +158,13 @@ class Fronts:
                 self._send(handle.peer, op, *args)
 
     async def ask_all(self, op: str, *args: Any) -> None:
-        """Sends a message to all fronts that are up, and waits a while for their answers."""
-        asked = [asyncio.create_task(one.peer.ask(op, None, *args)) for one in self._handles if one.peer is not None]
-        if asked:
-            await asyncio.wait(asked, timeout=CLOSE_SECONDS)
-        for task in asked:
-            task.cancel()
-        await asyncio.gather(*asked, return_exceptions=True)
+        """Returns when all fronts that are up have answered a message or ended."""
+
+        async def ask(peer: Peer) -> None:
+            with suppress(WorkerDied):
+                await peer.ask(op, None, *args)
+
+        await all_of(ask(one.peer) for one in self._handles if one.peer is not None)
 
     def later(self, work: Awaitable[Any]) -> None:
         """Does some work in the background. Its failure is logged."""
@@ -228,7 +228,7 @@ class Fronts:
         peer = await self._supervisor.start(launch)
         handle.peer = peer
         addresses = tuple(self.address(one.index, self._url(one)) for one in self._handles)
-        settings = FrontSettings(handle.index, addresses, self._config, self._clock() - time.monotonic())
+        settings = FrontSettings(handle.index, addresses, without_job(self._config), self._clock() - time.monotonic())
         async with asyncio.timeout(HUNG_SECONDS * 3):
             await peer.ask("begin", None, settings)
             for run in self.runs.values():
@@ -339,8 +339,7 @@ class FrontedCalls:
         state = RunState(
             policies.names, policies.model_name, gate.is_open, gate.refusal(), models, self._swarm.job_revision
         )
-        # The job has a recipe, perhaps one of a plug-in: fronts read it in the journal.
-        return policies.run, policies.config.model_copy(update={"job": ServeConfig().job}), state
+        return policies.run, without_job(policies.config), state
 
     def push(self) -> None:
         """Tells the fronts the present state."""
@@ -349,14 +348,15 @@ class FrontedCalls:
 
     async def drained(self) -> None:
         """Waits until no call is inside the gate on any front."""
-        run = self._policies.run
-        if run in self._fronts.runs:
-            await asyncio.gather(*(self._fronts.ask(front, "drained", run) for front in range(len(self._fronts))))
+        if self._policies.run in self._fronts.runs:
+            await self._fronts.ask_all("drained", self._policies.run)
 
     async def close(self) -> None:
         """Ends all answers. Recorded calls whose answers were not taken are undelivered."""
         if self._fronts.runs.pop(self._policies.run, None) is not None:
-            await self._fronts.ask_all("close", self._policies.run)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(CLOSE_SECONDS):
+                    await self._fronts.ask_all("close", self._policies.run)
         for front in list(self._calling):
             self.gone(front)
 
@@ -454,6 +454,11 @@ class FrontedCalls:
         for episode in self._swarm.live():
             if self.front(episode) in fronts:
                 self._swarm.leases.renew(episode)
+
+
+def without_job(config: ServeConfig) -> ServeConfig:
+    """Returns settings for a front. It reads those of the job in the journal: they may have a recipe of a plug-in."""
+    return config.model_copy(update={"job": JobConfig()})
 
 
 def prune_file(path: Path, rows: Slice) -> None:

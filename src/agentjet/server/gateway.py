@@ -17,9 +17,10 @@ from typing import Any
 from agentjet.compute import Compute
 from agentjet.config import ServeConfig, parse_config
 from agentjet.errors import ConfigError, Conflict, Later, RecipeError, Unavailable, Unprocessable
-from agentjet.front.calls import Calls, Tracing, present_run
+from agentjet.front.calls import Calls
 from agentjet.front.concurrency import Gate, GroupCommit, offload
 from agentjet.front.prompts import Demonstration, answer_all, num_characters
+from agentjet.front.tracing import Tracing, present_run
 from agentjet.protocol import (
     AbortRequest,
     BeginRequest,

@@ -34,7 +34,7 @@ from prometheus_client.registry import Collector
 import agentjet
 from agentjet.config import JobConfig
 from agentjet.errors import ConfigError, Later, StackLine, redact, thread_stack
-from agentjet.front.calls import Tracing, present_episode, present_run
+from agentjet.front.tracing import Tracing, present_episode, present_run
 from agentjet.protocol import Event, GpuView, MachineView, StatusResponse, duration, remaining
 from agentjet.recipes import hooks
 from agentjet.swarm import SwarmState

@@ -25,7 +25,7 @@ from weakref import WeakValueDictionary
 from agentjet.compute import Compute
 from agentjet.config import JobConfig, PolicyConfig, ServeConfig, check_models, first_mistake, parse_config
 from agentjet.errors import ConfigError, Conflict, Later, NotFound, Unavailable, Unprocessable
-from agentjet.front.calls import Tracing
+from agentjet.front.tracing import Tracing
 from agentjet.protocol import JobBody, RunSettings, RunView, check_run_name
 from agentjet.server.checkpoints import flush, write_json
 from agentjet.server.fronts import Fronts

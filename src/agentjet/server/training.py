@@ -39,7 +39,7 @@ from agentjet.errors import (
     WorkerDied,
     WorkerHung,
 )
-from agentjet.front.calls import present_run
+from agentjet.front.tracing import present_run
 from agentjet.protocol import CheckpointInfo
 from agentjet.server.checkpoints import combined_stamp
 from agentjet.server.monitoring import Telemetry, batch_context, divergence, emit_event, metrics_not_finite
