@@ -8,7 +8,7 @@ The server starts it and sends it requests (`RayPlacement`):
 * `ended(name) -> reason`: answered when the process has ended, for any reason;
 * `stop(name)`: kill it; `gpus()`: the number of GPUs of the cluster.
 
-GPUs are taken by placement groups of Ray. What lives and dies together has one: the ranks of a policy. Each replica has
+Placement groups of Ray take the GPUs. The ranks of a policy share one, because they end together. Each replica has
 another one, because replicas come and go, and Ray cannot give back a part of a placement group. A placement group ends
 with the last process in it. The next ranks or replicas then get another one, where the cluster has room.
 
