@@ -87,6 +87,10 @@ class Reservation:
     """True before the first process. It then stays until `release`."""
 
     @property
+    def has_failed(self) -> bool:
+        return self.ready.done() and self.ready.exception() is not None
+
+    @property
     def is_over(self) -> bool:
         return not (self.is_unused or any(self.users))
 
@@ -138,11 +142,9 @@ class Conductor:
                     new = [self._reservation(group, deadline, groups) for _ in range(count)]
                     made += new
                     await asyncio.gather(*(one.ready for one in new))
-            except BaseException as error:
+            except BaseException:
                 for one in made:
                     self._remove(one)
-                if isinstance(error, asyncio.CancelledError):
-                    raise ComputeError("the GPUs were given back before all were free") from None
                 raise
 
     async def release(self, names: Set[str]) -> None:
@@ -218,7 +220,7 @@ class Conductor:
         """Returns the place of a process among the GPUs of its group, and takes GPUs if the group has none left."""
         launch = placed.launch
         group = GpuGroup(launch.group or launch.name, launch.group_size, launch.gpus)
-        free = (one for one in self._reservations if one.group == group and None in one.users)
+        free = (one for one in self._reservations if one.group == group and None in one.users and not one.has_failed)
         deadline = asyncio.get_running_loop().time() + launch.placement_seconds
         reservation = next(free, None) or self._reservation(group, deadline, [group])
         bundle = reservation.users.index(None)
@@ -243,31 +245,41 @@ class Conductor:
     async def _wait(self, reservation: Reservation, deadline: float, asked: Sequence[GpuGroup]) -> None:
         """Wait until Ray has the GPUs. Raises `ConfigError` if no node is large enough, else `ComputeError`."""
         now, group = asyncio.get_running_loop().time, reservation.group
-        bundles, together_until = [{"GPU": group.gpus}] * group.size, now() + TOGETHER_SECONDS
+        together_until = now() + TOGETHER_SECONDS
         largest = max((count for _, count in await asyncio.to_thread(gpus_of_nodes)), default=0)
         # `PACK` alone may take a part of a node although another one has room for all.
         is_together = group.size > 1 and group.size * group.gpus <= largest
-        reservation.handle = placement_group(bundles, strategy="STRICT_PACK" if is_together else "PACK")
-        while not await asyncio.to_thread(reservation.handle.wait, POLL_SECONDS):
-            if now() >= deadline:
-                nodes = await asyncio.to_thread(gpus_of_nodes)
-                largest = max([self._largest, *(count for _, count in nodes)])
-                reason = why_not_placed(asked, nodes, self._own_gpus())
-                raise (ComputeError if max(one.gpus for one in asked) <= largest else ConfigError)(reason)
-            if is_together and now() >= together_until:
-                log.warning("no node has the GPUs of the %s together: they take those of several", group.name)
-                remove_placement_group(reservation.handle)
-                reservation.handle, is_together = placement_group(bundles, strategy="PACK"), False
-            await asyncio.sleep(POLL_SECONDS)
+        reservation.handle = await asyncio.to_thread(asked_of_ray, group, "STRICT_PACK" if is_together else "PACK")
+        try:
+            while not await asyncio.to_thread(reservation.handle.wait, POLL_SECONDS):
+                if now() >= deadline:
+                    nodes = await asyncio.to_thread(gpus_of_nodes)
+                    largest = max([self._largest, *(count for _, count in nodes)])
+                    reason = why_not_placed(asked, nodes, self._own_gpus())
+                    raise (ComputeError if max(one.gpus for one in asked) <= largest else ConfigError)(reason)
+                if is_together and now() >= together_until:
+                    log.warning("no node has the GPUs of the %s together: they take those of several", group.name)
+                    await asyncio.to_thread(give_back, reservation.handle)
+                    reservation.handle, is_together = await asyncio.to_thread(asked_of_ray, group, "PACK"), False
+                await asyncio.sleep(POLL_SECONDS)
+                if reservation not in self._reservations:
+                    raise ComputeError("the GPUs were given back before all were free")
+        except (ComputeError, ConfigError):
+            await asyncio.to_thread(give_back, reservation.handle)
+            raise
         self._largest = max(self._largest, group.gpus)
 
     def _remove(self, reservation: Reservation) -> None:
+        """Give back the GPUs of a reservation. Idempotent."""
         if reservation in self._reservations:
             self._reservations.remove(reservation)
-            reservation.ready.cancel()
-            if reservation.handle is not None:
-                with contextlib.suppress(RayError):
-                    remove_placement_group(reservation.handle)
+            self._spawn(self._end_reservation(reservation))
+
+    @staticmethod
+    async def _end_reservation(reservation: Reservation) -> None:
+        with contextlib.suppress(ComputeError, ConfigError):
+            await reservation.ready
+            await asyncio.to_thread(give_back, reservation.handle)
 
     def _own_gpus(self) -> int:
         """Returns the GPUs of the processes of this server."""
@@ -365,6 +377,16 @@ def why_not_joined(address: str, message: str) -> str:
         way_out = f"run `ray start --address={address}` here first ({found})"
         return f"{stated}this machine is not a node of the cluster: {way_out}"
     return f"{stated}{found}"
+
+
+def asked_of_ray(group: GpuGroup, strategy: str) -> Any:
+    """Returns a new placement group, which may be pending."""
+    return placement_group([{"GPU": group.gpus}] * group.size, strategy=strategy)
+
+
+def give_back(handle: Any) -> None:
+    with contextlib.suppress(RayError):  # The head is gone.
+        remove_placement_group(handle)
 
 
 def gpus_of_nodes() -> list[tuple[str, int]]:
