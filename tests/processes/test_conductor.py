@@ -284,7 +284,7 @@ async def test_the_head_goes_away(tmp_path: Path) -> None:
     try:
         made.join(0)
         async with launching(made.address, tmp_path) as launcher:
-            process = await started(launcher, "one", tmp_path)
+            process = await started(launcher, "one", tmp_path, gpus=1)
             killed = time.monotonic()
             made.cluster.head_node.kill_gcs_server()
             assert "the head of the Ray cluster" in await reason(process)
