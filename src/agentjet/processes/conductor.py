@@ -166,6 +166,8 @@ class Conductor:
             else:
                 placed.wanted = self._emptiest(await asyncio.to_thread(ray.nodes))
                 strategy = NodeAffinitySchedulingStrategy(placed.wanted, soft=True) if placed.wanted else "DEFAULT"
+            if placed.stopped:  # Another start of this name came while it waited.
+                raise ComputeError(f"{launch.name} was stopped before it started")
             remote: Any = ray.remote(RayActor)
             actor = placed.actor = remote.options(
                 num_cpus=0,
@@ -277,7 +279,7 @@ class Conductor:
 
     @staticmethod
     async def _end_reservation(reservation: Reservation) -> None:
-        with contextlib.suppress(ComputeError, ConfigError):
+        with contextlib.suppress(ComputeError, ConfigError, RayError):
             await reservation.ready
             await asyncio.to_thread(give_back, reservation.handle)
 
