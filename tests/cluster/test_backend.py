@@ -7,7 +7,8 @@ Pinned here:
 4. `publish` reaches the replicas, but not for versions that are applied again; a learner that dies ends it;
 5. settings that cannot be honoured are refused by name, with what would fit;
 6. the work of fronts counts as that of the server: in the status, the metrics and the number of samplers;
-7. removing a policy fails its requests with `PolicyRemoved` and ends its processes.
+7. removing a policy fails its requests with `PolicyRemoved` and ends its processes;
+8. GPUs of ranks and first replicas are reserved before anything starts; if they cannot be had, nothing starts.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import asyncio
 import contextlib
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence, Set
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from agentjet.config import ComputeConfig, ModelConfig, OptimizerConfig, ServeCo
 from agentjet.errors import AgentJetError, CheckpointError, ComputeError, ConfigError, PolicyRemoved, WorkerDied
 from agentjet.processes.guardian import Launch, ProcessEnd
 from agentjet.processes.rpc import Answer, Link, Process, ProcessRequest, dial, encode, read
-from agentjet.processes.supervisor import LocalPlacement
+from agentjet.processes.supervisor import GpuGroup, LocalPlacement
 from agentjet.types import CheckpointStamp, Op, PolicyId, Sampled, SamplerBounds, SamplingParams
 from tests.cluster.fake_replica import INFO, publication
 from tests.fakes import Clock
@@ -101,9 +102,19 @@ class ThreadLauncher:
         self.programs: LocalPlacement | None = None
         """Starts the replicas as processes."""
         self.version = 0
+        self.reserved: list[GpuGroup] = []
+        self.refusal: ComputeError | None = None
 
     async def num_gpus(self) -> int | None:
         return self.gpus
+
+    async def reserve(self, groups: Sequence[GpuGroup]) -> None:
+        self.reserved += groups
+        if self.refusal is not None:
+            raise self.refusal
+
+    async def release(self, names: Set[str]) -> None:
+        self.reserved = [group for group in self.reserved if group.name not in names]
 
     async def start(self, launch: Launch) -> Process:
         name = launch.name
@@ -419,6 +430,20 @@ async def test_colocated_replicas_are_suspended_while_the_ranks_learn_or_are_rep
         assert launcher.ops(replica)[4:] == ["adopt", "sample", "suspend"]
         await compute.publish(POLICY, 1)
         assert await sampled(compute)
+
+
+async def test_the_gpus_of_a_policy_are_reserved_together(tmp_path: Path) -> None:
+    group_of_ranks, replicas = GpuGroup("ranks of default/policy", 2, 1), GpuGroup("replicas of default/policy", 1, 2)
+    async with cluster(tmp_path, gpus=8) as (compute, launcher):
+        launcher.refusal = ComputeError("the cluster lacks free GPUs")
+        with pytest.raises(ComputeError, match="lacks free GPUs"):
+            await compute.add(POLICY, ModelConfig(), settings=settings(samplers="2..3", tensor_parallel=2))
+        assert not launcher.all and not launcher.reserved and not compute.policies
+        launcher.refusal = None
+        await compute.add(POLICY, ModelConfig(), settings=settings(samplers="2..3", tensor_parallel=2))
+        assert launcher.reserved == [group_of_ranks, replicas, replicas]
+        await compute.remove(POLICY)
+        assert not launcher.reserved
 
 
 async def test_samplers_are_scaled_within_the_gpus(tmp_path: Path) -> None:

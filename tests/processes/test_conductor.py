@@ -4,7 +4,9 @@
 2. After a SIGKILL of process, actor, raylet, conductor or Ray's head, and after the end of the gateway, every process
    has ended, and the reason is reported.
 3. A node that joins gets work. A cluster without room says what would fit.
-4. A wrong address, another version of Ray, and files that are not shared are refused with the way out.
+4. The ranks and the first replicas of a policy get their GPUs together, or none of them does. Ranks are on one node if
+   one has room, and on several ones else; they and later replicas are placed again after the end of a node.
+5. A wrong address, another version of Ray, and files that are not shared are refused with the way out.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import pytest
 
 from agentjet.errors import ComputeError, ConfigError
 from agentjet.processes.guardian import Launch
-from agentjet.processes.supervisor import RayPlacement, RayProcess
+from agentjet.processes.supervisor import GpuGroup, RayPlacement, RayProcess
 from tests.processes.raylets import LocalCluster
 
 pytestmark = [pytest.mark.needs("ray"), pytest.mark.anyio, pytest.mark.thorough]
@@ -60,10 +62,13 @@ class Sleeper(psutil.Process):
         self.launched = launched
 
 
-async def started(launcher: RayPlacement, name: str, folder: Path, gpus: int = 0) -> Sleeper:
+async def started(
+    launcher: RayPlacement, name: str, folder: Path, gpus: int = 0, group: str = "sleepers", group_size: int = 1
+) -> Sleeper:
     """Start a sleeper."""
     log = folder / f"{name}.log"
-    ray_process = await launcher.start(Launch(name, SLEEPER, log, {"COLOUR": "green"}, gpus, group="sleepers"))
+    launch = Launch(name, SLEEPER, log, {"COLOUR": "green"}, gpus, group=group, group_size=group_size)
+    ray_process = await launcher.start(launch)
     async with asyncio.timeout(60):
         while not (words := log.read_text().split()):
             await asyncio.sleep(0.05)
@@ -168,11 +173,66 @@ async def test_no_room(ray_cluster: LocalCluster, tmp_path: Path) -> None:
         launcher.placement_seconds = 0.5
         with pytest.raises(ConfigError, match=r"needs 4 GPUs on one node, and the largest has 1: set compute.tensor_p"):
             await started(launcher, "big", tmp_path, gpus=4)
-        with pytest.raises(ComputeError, match=r"none has them free. The cluster has 1 .*this server uses 1: lower"):
+        with pytest.raises(ComputeError, match=r"1 for sleepers \(1 x 1\)\. It has 1 .*this server uses 1: lower"):
             await started(launcher, "two", tmp_path, gpus=1)
+        with pytest.raises(ComputeError, match=r"^lonely needs 1 GPUs on one node, and none has them free \("):
+            await launcher.start(Launch("lonely", SLEEPER, tmp_path / "lonely.log", gpus=1))
         launcher.placement_seconds = 0.0
         with pytest.raises(ComputeError, match="did not start within 0 s: the cluster is busy or lost nodes"):
             await started(launcher, "late", tmp_path, gpus=0)
+
+
+def node_of(process: psutil.Process) -> psutil.Process:
+    """The raylet of the process."""
+    return actor_of(process).parents()[0]
+
+
+async def test_what_starts_together_has_its_gpus_together(ray_cluster: LocalCluster, tmp_path: Path) -> None:
+    node = ray_cluster.join(2)
+    raylet = node.all_processes["raylet"][0].process
+
+    async def ranks(*names: str) -> list[Sleeper]:
+        return await asyncio.gather(*(started(launcher, name, tmp_path, 1, "ranks", 2) for name in names))
+
+    async with launching(ray_cluster.address, tmp_path) as launcher:
+        await launcher.reserve([GpuGroup("ranks", 2, 1), GpuGroup("replicas", 1, 1)])
+        first = await ranks("rank-0", "rank-1")
+        replica = await started(launcher, "replica-1", tmp_path, 1, "replicas")
+        assert [node_of(rank).pid for rank in first] == [raylet.pid] * 2 and node_of(replica).pid != raylet.pid
+
+        await first[0].launched.stop()
+        launcher.placement_seconds = 1.0
+        lacking = (
+            r"together are 1 for ranks of q \(1 x 1\) and 2 for replicas of q \(2 x 1\)\. It has 3 .*server uses 3: "
+        )
+        with pytest.raises(ComputeError, match=lacking):
+            await launcher.reserve([GpuGroup("ranks of q", 1, 1), *[GpuGroup("replicas of q", 1, 1)] * 2])
+        launcher.placement_seconds = 120.0
+        await first[1].launched.stop()
+        later = await started(launcher, "replica-2", tmp_path, 1, "replicas")
+        assert node_of(later).pid == raylet.pid, "nothing is held for q, and nothing for ranks that ended"
+
+        await replica.launched.stop()
+        scattered = await ranks("rank-0.2", "rank-1.2")
+        nodes = [node_of(rank).pid for rank in scattered]
+        assert raylet.pid in nodes and len(set(nodes)) == 2, "the other node has one GPU"
+
+        raylet.kill()
+        assert await gone(later, scattered[nodes.index(raylet.pid)])
+        for rank in scattered:
+            await rank.launched.stop()
+        again = asyncio.gather(ranks("rank-0.3", "rank-1.3"), started(launcher, "replica-3", tmp_path, 1, "replicas"))
+        raylet.wait()
+        ray_cluster.cluster.remove_node(node, allow_graceful=False)
+        node = ray_cluster.join(2)
+        await again
+
+        await launcher.release({"ranks", "replicas"})
+        assert not any(rank.launched.ended.done() for rank in (await again)[0]), "only what no process uses"
+    raylet = node.all_processes["raylet"][0].process
+    raylet.kill()
+    raylet.wait()
+    ray_cluster.cluster.remove_node(node, allow_graceful=False)
 
 
 async def test_a_node_joins_and_dies(ray_cluster: LocalCluster, tmp_path: Path) -> None:
@@ -224,7 +284,7 @@ async def test_the_head_goes_away(tmp_path: Path) -> None:
     try:
         made.join(0)
         async with launching(made.address, tmp_path) as launcher:
-            process = await started(launcher, "one", tmp_path)
+            process = await started(launcher, "one", tmp_path, gpus=1)
             killed = time.monotonic()
             made.cluster.head_node.kill_gcs_server()
             assert "the head of the Ray cluster" in await reason(process)

@@ -31,6 +31,7 @@ from agentjet.compute.samplers import (
     Samplers,
     StepMeter,
     check_gpus,
+    check_routes,
     check_samplers,
     gpus_needed,
     most_on_cpus,
@@ -40,8 +41,16 @@ from agentjet.compute.weights import Publication
 from agentjet.config import ComputeConfig, ModelConfig, OptimizerConfig, ServeConfig
 from agentjet.errors import AgentJetError, ComputeError, ConfigError, PolicyRemoved, WorkerDied
 from agentjet.processes.guardian import Launch
-from agentjet.processes.rpc import Peer
-from agentjet.processes.supervisor import LocalPlacement, Placement, RayPlacement, Supervisor, Watchdog, first_of
+from agentjet.processes.rpc import Peer, uninterrupted
+from agentjet.processes.supervisor import (
+    GpuGroup,
+    LocalPlacement,
+    Placement,
+    RayPlacement,
+    Supervisor,
+    Watchdog,
+    first_of,
+)
 from agentjet.timeline.batch import TrainingBatch
 from agentjet.types import (
     CheckpointStamp,
@@ -146,6 +155,7 @@ class ProcessCompute:
             await self._leave(policy, hosted.ranks)
         else:
             await asyncio.gather(hosted.samplers.close(), hosted.ranks.close())
+            await hosted.room.supervisor.placement.release({f"ranks of {policy}", f"replicas of {policy}"})
 
     def sample(
         self, policy: PolicyId, token_ids: Sequence[int], params: SamplingParams
@@ -371,7 +381,10 @@ class ProcessCompute:
         supervisor = self._supervisor(settings.host, settings.address)
         free = await self._free_gpus(supervisor, settings.address) if model.device != "cpu" else None
         check_gpus(policy, settings, free, model)
+        check_routes(model)
         room = Room(supervisor, self._log_folder, gpus=0 if free is None else 1)
+        if room.gpus:
+            await self._reserve(policy, settings, room)
         samplers = Samplers(
             policy, model, settings, self._config, room,
             has_served=has_served, changed=lambda: self.on_replicas(policy),
@@ -382,6 +395,17 @@ class ProcessCompute:
             self._autoscaling = asyncio.create_task(self._autoscale())
         return hosted
 
+    @staticmethod
+    async def _reserve(policy: PolicyId, settings: ComputeConfig, room: Room) -> None:
+        """Take GPUs for the ranks and the first replicas of a policy, so that it starts as a whole or not at all."""
+        groups = [GpuGroup(f"ranks of {policy}", settings.ranks, room.gpus)]
+        groups += [GpuGroup(f"replicas of {policy}", 1, room.gpus * settings.tensor_parallel)] * settings.samplers.least
+        try:
+            await room.supervisor.placement.reserve(groups)
+        except BaseException:  # Also if it is cancelled.
+            await uninterrupted(room.supervisor.placement.release({group.name for group in groups}))
+            raise
+
     def _group(self, policy: PolicyId, settings: ComputeConfig, room: Room, group: int) -> Ranks:
         def launch(name: str, command: tuple[str, ...]) -> Launch:
             return Launch(
@@ -391,6 +415,7 @@ class ProcessCompute:
                 COMPUTE_VARIABLES,
                 gpus=room.gpus,
                 group=f"ranks of {policy}",
+                group_size=settings.ranks,
                 beside=f"replicas of {policy}" if settings.colocated else "",
                 needs_shared_files=True,  # Checkpoints.
             )

@@ -621,6 +621,7 @@ class PolicyLearner:
         )
         return cast(DTensor, part.cpu()) if self.policy.offloads_optimizer else part
 
+    @PROGRESS.long_step()  # A core cuts a million tokens in two seconds.
     def _pieces(self, forest: Forest, max_tokens: int, own_pass: Pass) -> Sequence[tuple[Forest, NDArray[np.int64]]]:
         """Returns the micro-batches that this process computes, with the indices of their targets."""
         if self.ranks.num_ranks == 1:
@@ -667,12 +668,20 @@ class PolicyLearner:
                 partial = DTensor.from_local(own, self.ranks.mesh, [Partial()], run_check=False)
                 total = partial.redistribute(placements=master.placements).to(master.device)
             master.grad, p.grad = total, None
+            self._mark_finished()
 
     @torch.no_grad()
     def _copy_masters(self) -> None:
         for name, p in self._params.items():
             if (master := self._masters[name]) is not p:
                 p.copy_(_whole(master.to(p.device, p.dtype)) if isinstance(master, DTensor) else master)
+                self._mark_finished()
+
+    def _mark_finished(self) -> None:
+        """Count a step of progress that other ranks took part in: a large tensor takes seconds on a slow network."""
+        if self.ranks.mesh is not None and self.policy.device.type == "cuda":
+            torch.cuda.synchronize()
+        PROGRESS.mark()
 
     @property
     def fingerprint(self) -> int:

@@ -160,6 +160,8 @@ class Launch:
     """It sees all GPUs of the machine, and none of them is its own."""
     group: str = ""
     """The processes that it belongs to, such as the ranks of a policy."""
+    group_size: int = 1
+    """Processes of its group that get their GPUs together, or none of them does."""
     beside: str = ""
     """The group with one process of which it may share GPUs. It prefers those GPUs. Ray shares nothing."""
     needs_shared_files: bool = False

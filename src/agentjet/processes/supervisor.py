@@ -19,8 +19,8 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -167,11 +167,28 @@ async def first_of(*futures: asyncio.Future[Any], timeout: float | None = None) 
 # ---- processes of this machine ---------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class GpuGroup:
+    """GPUs of `size` processes of a group of `Launch`, `gpus` for each, which they get together or not at all."""
+
+    name: str
+    size: int
+    gpus: int
+
+
 class Placement(Protocol):
     """Starts processes, which end with it. Two processes of one name never live at the same time."""
 
     async def num_gpus(self) -> int | None:
         """Returns the number of GPUs that processes can get. None if there are none: processes run on the CPU."""
+        ...
+
+    async def reserve(self, groups: Sequence[GpuGroup]) -> None:
+        """Take GPUs for groups whose processes start next: all of them, or none. Raises as `start`."""
+        ...
+
+    async def release(self, names: Set[str]) -> None:
+        """Give back reserved GPUs of the groups of these names that no process uses. Idempotent."""
         ...
 
     async def start(self, launch: Launch) -> Process:
@@ -258,6 +275,12 @@ class LocalPlacement:
         if self._gpus is None:
             self._gpus = await asyncio.to_thread(self._find_gpus)
         return len(self._gpus) or None
+
+    async def reserve(self, groups: Sequence[GpuGroup]) -> None:
+        """Does nothing: no other program divides the GPUs of this machine, and the server has compared the numbers."""
+
+    async def release(self, names: Set[str]) -> None:
+        """Does nothing."""
 
     async def start(self, launch: Launch) -> LocalProcess:
         async with self._starting:
@@ -410,6 +433,15 @@ class RayPlacement:
         launch = replace(launch, log_path=launch.log_path.resolve(), placement_seconds=self.placement_seconds)
         place: str = await conductor.ask("start", None, launch)
         return RayProcess(conductor, launch, place, f"see {self._log_path}")
+
+    async def reserve(self, groups: Sequence[GpuGroup]) -> None:
+        """Wait until the cluster has the GPUs of all groups. Raises as `start`, with what the cluster lacks."""
+        await (await self._conductor()).ask("reserve", None, tuple(groups), self.placement_seconds)
+
+    async def release(self, names: Set[str]) -> None:
+        if self._peer is not None:
+            with contextlib.suppress(ComputeError):  # The reservations end with the conductor.
+                await self._peer.ask("release", None, names)
 
     async def num_gpus(self) -> int | None:
         """Returns the GPUs of the cluster; None if it has none."""
