@@ -21,6 +21,7 @@ import subprocess
 import sys
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -232,6 +233,22 @@ def test_newcomers_get_work_and_withdrawn_replicas_lose_it(server: ForkServer) -
             at.on.fleet.scale(2)
             assert len(at.names(0)) == len(at.names(1)) == 2
             await all_of([*tasks, *waiting])
+
+    run(test())
+
+
+@pytest.mark.parametrize("cause", ["work", "unwanted"])
+def test_a_crash_that_the_server_sees_first_counts_as_one(server: ForkServer, cause: str) -> None:
+    """Else a completion that crashes replicas might do so for ever."""
+
+    async def test() -> None:
+        async with fronted(server, 1, fronts=1, reports=False) as at:
+            await at.on.serve()
+            await at.on.until(lambda: len(at.names(0)) == 1)
+            (replica,) = at.replicas(0).fleet.replicas
+            crashed = frozenset([replica.name] if cause == "work" else [])
+            at.fronts[0].update(replace(at.on.fleet.facts(), replicas=(), crashed=crashed))
+            assert replica.end.result().cause == cause and at.names(0) == set()
 
     run(test())
 

@@ -11,9 +11,8 @@ engine may report success and keep old weights. No token of a version counts bef
 one has much more to do than another; among equals to the one with the least to do. Without the second rule, a system
 prompt that all tasks share would send everything to one replica.
 
-Fronts route completions to the same replicas (`compute.remote`). `RoutingFacts` is what they need of a fleet, and
-`FrontWork` what the fleet needs of them: a replica has work if a front says so, and a message to a front is a sign of
-work.
+Fronts route completions to the same replicas (`compute.remote`). They need the `RoutingFacts` of a fleet. The fleet
+needs their `FrontWork`: the watchdog of a replica counts the completions and the messages of fronts, too.
 """
 
 from __future__ import annotations

@@ -42,8 +42,6 @@ log = logging.getLogger(__name__)
 
 MAX_DIALS = 8
 """Replicas to which a front connects at a time. One on a machine that vanished takes 10 s."""
-
-
 CLAIM_SECONDS = 5.0
 """Longest wait of a completion that lost its replica until the server lets it risk another one."""
 
@@ -137,7 +135,7 @@ class RemoteFleet(RoutedFleet):
         }
 
     async def _live(self, key: tuple[str, str]) -> None:
-        """Keep a connection to a replica until it is cancelled, or the replica is at fault."""
+        """Keep a connection to a replica until this is cancelled, or the replica is at fault."""
         failures = 0
         while key[0] not in self.faults:
             await asyncio.sleep(backoff(failures))
