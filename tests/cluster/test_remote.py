@@ -29,7 +29,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
-from agentjet.compute.fleet import FrontWork, ReplicaWork
+from agentjet.compute.fleet import MAX_RECENT, FrontWork, ReplicaWork
 from agentjet.compute.remote import RemoteFleet, RemoteSamplers
 from agentjet.compute.samplers import Replicas
 from agentjet.config import SamplerConfig
@@ -167,6 +167,12 @@ def test_tokens_wait_for_the_facts_of_their_version(server: ForkServer) -> None:
             at.push()
             await task
             assert versions([found]) == {0, 1}
+            for version in range(2, 2 + 2 * MAX_RECENT):
+                await at.on.fleet.publish(publication(version))
+            assert len(at.on.fleet.facts().replicas[0].verified) == MAX_RECENT
+            at.on.changed = at.push
+            await at.on.fleet.publish(publication(1))  # An older version, after a restart of the learner.
+            assert versions([await at.complete(0)]) == {1}
 
     run(test())
 
