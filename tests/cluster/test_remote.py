@@ -203,6 +203,7 @@ def test_a_replica_with_a_fault_that_only_fronts_use_is_replaced(server: ForkSer
             assert [len(score) for score in await asyncio.gather(*scoring)] == [8] * 4
             while at.on.born.num_started < 3 and fault.die != "cancel":
                 await all_of([*at.begin(0, 4), *at.begin(1, 4)])  # A replica without work may hang unnoticed.
+                await asyncio.gather(*(front.score(POLICY, range(9), 1) for front in at.fronts for _ in range(4)))
             await at.on.until(lambda: at.on.versions() == [1, 1])
             assert versions(await all_of(at.begin(1, 3))) == {1}
             assert at.on.born.num_started <= 3 and not at.on.fleet.failed.done()
