@@ -21,6 +21,7 @@ import subprocess
 import sys
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -28,8 +29,9 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
-from agentjet.compute.fleet import FrontWork, ReplicaWork
-from agentjet.compute.remote import RemoteSamplers
+from agentjet.compute.fleet import MAX_RECENT, FrontWork, ReplicaWork
+from agentjet.compute.remote import RemoteFleet, RemoteSamplers
+from agentjet.compute.samplers import Replicas
 from agentjet.config import SamplerConfig
 from agentjet.errors import ComputeError, ConfigError, PolicyRemoved, WorkerDied
 from agentjet.processes.rpc import Peer, dial
@@ -37,7 +39,7 @@ from agentjet.types import Sampled
 from tests.cluster.fake_replica import POLICY, Hooks, publication
 from tests.cluster.nursery import ForkServer
 from tests.cluster.scene import SLOW, Scene, all_of, complete, first, run, scene
-from tests.cluster.test_replicas import Life, live_through
+from tests.cluster.test_replicas import Life, live_through, name_of
 
 pytestmark = pytest.mark.usefixtures("retries_are_quick")
 
@@ -77,7 +79,7 @@ class Fronted:
 
     def cut(self, front: int) -> None:
         """Ends the connections of a front, as its network does."""
-        for replica in self.fronts[front]._policies[POLICY].replicas.fleet.replicas:
+        for replica in self.replicas(front).fleet.replicas:
             assert replica.peer is not None
             replica.peer._writer.transport.abort()
 
@@ -85,9 +87,16 @@ class Fronted:
         self.on.changed = lambda: None
         await asyncio.gather(*(front.close() for front in self.fronts))
 
+    def replicas(self, front: int) -> Replicas[RemoteFleet]:
+        return self.fronts[front]._policies[POLICY].replicas
+
+    def work(self, front: int) -> FrontWork:
+        """Returns a report of a front, which the server does not get."""
+        return self.fronts[front].report()[POLICY]
+
     def names(self, front: int) -> set[str]:
         """Returns the replicas that a front is connected to."""
-        return set(self.fronts[front].report()[POLICY].replicas)
+        return set(self.work(front).replicas)
 
 
 @asynccontextmanager
@@ -158,6 +167,12 @@ def test_tokens_wait_for_the_facts_of_their_version(server: ForkServer) -> None:
             at.push()
             await task
             assert versions([found]) == {0, 1}
+            for version in range(2, 2 + 2 * MAX_RECENT):
+                await at.on.fleet.publish(publication(version))
+            assert len(at.on.fleet.facts().replicas[0].verified) == MAX_RECENT
+            at.on.changed = at.push
+            await at.on.fleet.publish(publication(1))  # An older version, after a restart of the learner.
+            assert versions([await at.complete(0)]) == {1}
 
     run(test())
 
@@ -171,7 +186,7 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda one: "-".join(map(str, [*vars(one).values()][:3])) or one.routes)
+@pytest.mark.parametrize("fault", FAULTS, ids=name_of)
 def test_a_replica_with_a_fault_that_only_fronts_use_is_replaced(server: ForkServer, fault: Hooks) -> None:
     async def test() -> None:
         faulty = Hooks(**{**vars(fault), "step_seconds": SLOW})
@@ -180,7 +195,7 @@ def test_a_replica_with_a_fault_that_only_fronts_use_is_replaced(server: ForkSer
             tasks = [*at.begin(0, 6), *at.begin(1, 6)]
             scoring = [asyncio.create_task(at.fronts[n % 2].score(POLICY, range(9), 1)) for n in range(4)]
             cancelled = at.begin(0, 2, max_tokens=3000)
-            await at.on.until(lambda: at.fronts[0].report()[POLICY].tokens > 0)
+            await at.on.until(lambda: at.work(0).tokens > 0)
             for task in cancelled:
                 task.cancel()
             await at.on.fleet.publish(publication(1))
@@ -188,6 +203,7 @@ def test_a_replica_with_a_fault_that_only_fronts_use_is_replaced(server: ForkSer
             assert [len(score) for score in await asyncio.gather(*scoring)] == [8] * 4
             while at.on.born.num_started < 3 and fault.die != "cancel":
                 await all_of([*at.begin(0, 4), *at.begin(1, 4)])  # A replica without work may hang unnoticed.
+                await asyncio.gather(*(front.score(POLICY, range(9), 1) for front in at.fronts for _ in range(4)))
             await at.on.until(lambda: at.on.versions() == [1, 1])
             assert versions(await all_of(at.begin(1, 3))) == {1}
             assert at.on.born.num_started <= 3 and not at.on.fleet.failed.done()
@@ -214,7 +230,8 @@ def test_newcomers_get_work_and_withdrawn_replicas_lose_it(server: ForkServer) -
             await at.on.serve()
             endless = at.begin(0, 9, max_tokens=4000)
             await at.on.until(lambda: at.on.fleet.replicas[0].load.others > 1)
-            await all_of(at.begin(1, 1, max_tokens=4))  # It gets a place beside those of the other front.
+            waiting = at.begin(1, 1)
+            await at.on.until(lambda: at.work(1).waiting == 0)  # It has a place beside those of the other front.
             at.on.fleet.scale(4)
             await at.on.until(lambda: len(at.on.names("samples")) == 4 and len(at.names(1)) == 4)
             tasks = at.begin(1, 9)
@@ -222,20 +239,36 @@ def test_newcomers_get_work_and_withdrawn_replicas_lose_it(server: ForkServer) -
                 task.cancel()
             at.on.fleet.scale(2)
             assert len(at.names(0)) == len(at.names(1)) == 2
-            await all_of(tasks)
+            await all_of([*tasks, *waiting])
+
+    run(test())
+
+
+@pytest.mark.parametrize("cause", ["work", "unwanted"])
+def test_a_crash_that_the_server_sees_first_counts_as_one(server: ForkServer, cause: str) -> None:
+    """Else a completion that crashes replicas might do so for ever."""
+
+    async def test() -> None:
+        async with fronted(server, 1, fronts=1, reports=False) as at:
+            await at.on.serve()
+            await at.on.until(lambda: len(at.names(0)) == 1)
+            (replica,) = at.replicas(0).fleet.replicas
+            crashed = frozenset([replica.name] if cause == "work" else [])
+            at.fronts[0].update(replace(at.on.fleet.facts(), replicas=(), crashed=crashed))
+            assert replica.end.result().cause == cause and at.names(0) == set()
 
     run(test())
 
 
 def test_a_cut_connection_is_made_again(server: ForkServer) -> None:
     async def test() -> None:
-        async with fronted(server, fronts=1, reports=False) as at:
+        async with fronted(server, fronts=1) as at:
             await at.on.serve()
             tasks, names = at.begin(0, 8, max_tokens=150), set(at.on.names())
-            await at.on.until(lambda: at.fronts[0].report()[POLICY].tokens > 0)
+            await at.on.until(lambda: at.work(0).tokens > 0)
             at.cut(0)
             await all_of(tasks)
-            assert at.fronts[0].report()[POLICY].resumed == 8
+            assert at.replicas(0).num_resumed == 8
             assert at.names(0) == names and at.on.born.num_started == 2
 
     run(test())
@@ -260,7 +293,7 @@ def test_the_end_of_a_front_frees_its_places_at_the_replica(server: ForkServer, 
         async with fronted(server, 1, limits=limits, reports=False) as at:
             await at.on.serve()
             endless = at.begin(0, 2, max_tokens=4000)
-            await at.on.until(lambda: at.fronts[0].report()[POLICY].tokens > 0)
+            await at.on.until(lambda: at.work(0).tokens > 0)
             other = at.begin(1, 1)
             await asyncio.sleep(0.1)
             assert not other[0].done()
@@ -326,7 +359,7 @@ class FrontedLife(Life):
 
 
 def test_fronts_in_any_order_of_events(server: ForkServer) -> None:
-    live_through(lambda: FrontedLife(server))
+    live_through(lambda: FrontedLife(server), max_examples=5)
 
 
 def test_a_policy_without_replicas_fails_its_completions(server: ForkServer) -> None:

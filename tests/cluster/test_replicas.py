@@ -205,9 +205,9 @@ def test_replicas_adopt_die_and_are_suspended_in_any_order(server: ForkServer) -
     live_through(lambda: Life(server))
 
 
-def live_through(make: Callable[[], Life]) -> None:
+def live_through(make: Callable[[], Life], max_examples: int = 15) -> None:
     limits = settings(
-        max_examples=15,
+        max_examples=max_examples,
         stateful_step_count=8,
         deadline=None,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],

@@ -270,7 +270,7 @@ class ProcessCompute:
     # ---- fronts, which sample without this process -------------------------------------------------------------------
 
     def replicas(self, policy: PolicyId) -> RoutingFacts:
-        """Returns the replicas of a policy, for fronts. A policy without samplers of its own has failed."""
+        """Returns the replicas of a policy, for fronts. A policy without replicas has the failure `PolicyRemoved`."""
         hosted = self.policies.get(policy)
         if hosted is None or hosted.samplers is None:
             return RoutingFacts(policy, failure=PolicyRemoved(f"policy {policy} has no replicas: add it first"))

@@ -11,9 +11,8 @@ engine may report success and keep old weights. No token of a version counts bef
 one has much more to do than another; among equals to the one with the least to do. Without the second rule, a system
 prompt that all tasks share would send everything to one replica.
 
-Fronts route completions to the same replicas (`compute.remote`). `RoutingFacts` is what they need of a fleet, and
-`FrontWork` what the fleet needs of them: a replica has work if a front says so, and a message to a front is a sign of
-work.
+Fronts route completions to the same replicas (`compute.remote`). They need the `RoutingFacts` of a fleet. The fleet
+needs their `FrontWork`: the watchdog of a replica counts the completions and the messages of fronts, too.
 """
 
 from __future__ import annotations
@@ -275,7 +274,7 @@ class ReplicaFacts:
     version: int | None
     """The version that it serves."""
     verified: frozenset[int]
-    """Versions whose probe it passed. No token of another one may be used."""
+    """The `RoutingFacts.recent` versions whose probe it passed. No token of others of these may be used."""
     is_ready: bool
     """True if it may get work."""
 
@@ -290,6 +289,8 @@ class RoutingFacts:
     cache_tokens: int = 0
     routes: RouteShape | None = None
     replicas: tuple[ReplicaFacts, ...] = ()
+    recent: frozenset[int] = frozenset()
+    """Versions of the last publishes, which go back when an older checkpoint is loaded, and all that are served."""
     crashed: frozenset[str] = frozenset()
     """Names of replicas that ended lately and that their work may have crashed."""
     failure: WorkerDied | None = None
@@ -357,6 +358,8 @@ MAX_LATER_DEATHS = 12
 MAX_FAILED_PROBES = 2
 MAX_ENDS = 64
 """Ends that are compared with each other. No failure of a larger part of the cluster needs more."""
+MAX_RECENT = 16
+"""Publishes that fronts get facts about. A token waits at a front for a few milliseconds."""
 MAX_ATTEMPTS = 7
 """Failed attempts to adopt a publication, in 16 s, after which `publish` waits for the replica no longer.
 
@@ -477,6 +480,8 @@ class Fleet(RoutedFleet):
         self._failed_probes = 0
         """Probes of the present publication that failed."""
         self._publication: Publication | None = None
+        self._recent: deque[int] = deque(maxlen=MAX_RECENT)
+        """Versions of the last publishes."""
         self._serial = 0
         """Number of `publish` calls. Versions go back when an older checkpoint is loaded; this number does not."""
         self._in_turns = False
@@ -506,15 +511,18 @@ class Fleet(RoutedFleet):
 
     def facts(self) -> RoutingFacts:
         """Returns what fronts need to know."""
+        recent = frozenset(self._recent).union(one.version for one in self.replicas if one.version is not None)
         replicas = tuple(
-            ReplicaFacts(one.name, one.peer.address, self._secret, one.version, frozenset(one.verified), one.is_ready)
+            ReplicaFacts(one.name, one.peer.address, self._secret, one.version, recent & one.verified, one.is_ready)
             for one in self.replicas
             if one.peer is not None and one.peer.address
         )
         crashed = frozenset(end.name for end in self._ends if end.cause == "work")
         failure = self.failed.result() if self.failed.done() else self._failure
         assert failure is None or isinstance(failure, WorkerDied)
-        return RoutingFacts(self.policy, self._num_places, self._cache_tokens, self.routes, replicas, crashed, failure)
+        return RoutingFacts(
+            self.policy, self._num_places, self._cache_tokens, self.routes, replicas, recent, crashed, failure
+        )
 
     def heard(self, front: int, work: FrontWork) -> None:
         """Take the report of a front. One that is gone has no work. Ends replicas at which it found a fault."""
@@ -553,6 +561,7 @@ class Fleet(RoutedFleet):
         began = time.monotonic()
         self._publication, self._serial, self._is_suspended = publication, self._serial + 1, False
         self._in_turns = in_turns
+        self._recent.append(publication.version)
         self._failed_probes, self.pause_seconds, self.probe_error = 0, 0.0, 0.0
         serial = self._serial
         for replica in self.replicas:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from agentjet.compute.fleet import (
+    MAX_RECENT,
     Cause,
     Changed,
     FrontWork,
@@ -42,8 +43,6 @@ log = logging.getLogger(__name__)
 
 MAX_DIALS = 8
 """Replicas to which a front connects at a time. One on a machine that vanished takes 10 s."""
-
-
 CLAIM_SECONDS = 5.0
 """Longest wait of a completion that lost its replica until the server lets it risk another one."""
 
@@ -62,11 +61,12 @@ class RemoteReplica(RoutedReplica):
     def is_ready(self) -> bool:
         return self.is_connected and self.facts.is_ready
 
-    def update(self, facts: ReplicaFacts) -> None:
-        """Take new facts. The cache is empty after a change of weights."""
+    def update(self, facts: ReplicaFacts, recent: frozenset[int]) -> None:
+        """Take new facts, and the `RoutingFacts.recent`. The cache is empty after a change of weights."""
         if self.facts.version != facts.version:
             self.load.forget()
-        self.facts, self.verified = facts, set(facts.verified)
+        old = self.verified - recent  # Tokens of these may still wait here.
+        self.facts, self.verified = facts, set(facts.verified) | (old if len(old) < MAX_RECENT else set())
 
 
 class RemoteFleet(RoutedFleet):
@@ -100,7 +100,7 @@ class RemoteFleet(RoutedFleet):
                 self.end(gone, "is no longer listed", cause="work" if gone.name in facts.crashed else "unwanted")
         for key, one in self._listed.items():
             if (replica := self._connected.get(key)) is not None:
-                replica.update(one)
+                replica.update(one, facts.recent)
             if key not in self._lives:
                 self._lives[key] = asyncio.create_task(self._live(key))
         self._change()
@@ -137,7 +137,7 @@ class RemoteFleet(RoutedFleet):
         }
 
     async def _live(self, key: tuple[str, str]) -> None:
-        """Keep a connection to a replica until it is cancelled, or the replica is at fault."""
+        """Keep a connection to a replica until this is cancelled, or the replica is at fault."""
         failures = 0
         while key[0] not in self.faults:
             await asyncio.sleep(backoff(failures))
