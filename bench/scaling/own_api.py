@@ -25,7 +25,7 @@ def main() -> None:
     from vllm import LLM, SamplingParams
     from vllm.inputs import tokens_input
 
-    engine = LLM(**engine_settings(model, ModelInfo(**job["info"]), sampler, compute))
+    engine = LLM(**engine_settings(model, ModelInfo(**job["info"]), sampler.limits, compute))
     params = SamplingParams(max_tokens=job["new_tokens"], logprobs=0, detokenize=False, ignore_eos=True)
     for line in sys.stdin:
         prompts = [tokens_input(prompt) for prompt in json.loads(line)]

@@ -20,12 +20,14 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from agentjet.compute import backend, ranks, samplers
 from agentjet.compute.backend import Hosted, ProcessCompute
+from agentjet.compute.fleet import RoutedCompletion
 from agentjet.compute.samplers import StepMeter, check_gpus, sampler_python
-from agentjet.config import ComputeConfig, ModelConfig, OptimizerConfig, ServeConfig
+from agentjet.config import ComputeConfig, ModelConfig, OptimizerConfig, SamplerLimits, ServeConfig
 from agentjet.errors import AgentJetError, CheckpointError, ComputeError, ConfigError, PolicyRemoved, WorkerDied
 from agentjet.processes.guardian import Launch, ProcessEnd
 from agentjet.processes.rpc import Answer, Link, Process, ProcessRequest, dial, encode, read
@@ -131,6 +133,8 @@ class ThreadLauncher:
         return fixed.get(request.op, CheckpointStamp(0, "digest", 0) if request.op in ("save", "load") else None)
 
     def replica(self, request: ProcessRequest) -> Any:
+        if request.op == "load":
+            return request.args[2].limits
         if request.op == "adopt":
             return list(request.args[0].probe_logprobs)
         return Sampled((7,), (-0.5,), self.version, "stop") if request.op == "sample" else None
@@ -482,6 +486,24 @@ async def test_the_number_of_samplers_follows_the_completions(tmp_path: Path, mo
         assert metrics["sampler/replicas_wanted"] == 2 and metrics["sampler/waiting"] == 0
         await compute.scale(POLICY, SamplerBounds(3, 3))
         assert {one.wanted for one in [compute.samplers(POLICY)] if one is not None} == {3}
+
+
+async def test_a_replica_reports_how_much_it_samples_at_a_time(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as (compute, launcher):
+        report = lambda request: SamplerLimits(4, 4096) if request.op == "load" else launcher.replica(request)  # noqa: E731
+        launcher.special = {"default/policy/replica-1": report}
+        await compute.add(POLICY, ModelConfig(), settings=settings())
+        await compute.publish(POLICY, 0)
+        await compute.scale(POLICY, SamplerBounds(1, 8))
+        samplers = compute.policies[POLICY].samplers
+        assert samplers is not None and samplers.autoscaler.observe(1, 5) == 1
+        assert [samplers.autoscaler.observe(1, 9) for _ in range(10)][-1] == 3, "9 completions, 4 for each"
+        (replica,) = samplers.replicas.fleet.replicas
+        works = [RoutedCompletion(np.array([number], np.int32)) for number in range(6)]
+        for work in works[:5]:
+            assert replica.load.has_place(work)
+            replica.load.add(work)
+        assert not replica.load.has_place(works[5]), "a quarter more than it samples"
 
 
 async def test_bounds_that_change_while_the_autoscaler_asks_are_kept(

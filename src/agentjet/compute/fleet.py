@@ -28,7 +28,7 @@ from typing import Literal, TypeVar
 import numpy as np
 
 from agentjet.compute.weights import WAY_OUT, Publication, probe_error, probe_failure
-from agentjet.config import SamplerConfig
+from agentjet.config import SamplerConfig, SamplerLimits
 from agentjet.errors import AgentJetError, ComputeError, ConfigError, PolicyRemoved, WorkerDied, WorkerHung
 from agentjet.processes.rpc import Peer
 from agentjet.processes.supervisor import NotStarted, Watchdog
@@ -83,9 +83,13 @@ class Load:
 
     def __init__(self, num_places: int, cache_tokens: int) -> None:
         self.running: set[RoutedCompletion] = set()
+        self._known: OrderedDict[int, None] = OrderedDict()
+        self.resize(num_places, cache_tokens)
+
+    def resize(self, num_places: int, cache_tokens: int) -> None:
+        """Change the numbers that the replica can hold."""
         self._num_places = num_places
         self._max_keys = max(1, cache_tokens // BLOCK_TOKENS)
-        self._known: OrderedDict[int, None] = OrderedDict()
 
     def has_place(self, work: RoutedCompletion) -> bool:
         """True if the replica may get this work.
@@ -373,6 +377,12 @@ class Fleet:
         """True if no other replica ended within so many seconds, before or after."""
         return all(abs(other.time - end.time) > seconds for other in self._ends if other is not end)
 
+    def resize(self, name: str, limits: SamplerLimits) -> None:
+        """Set the numbers that a replica reported when it was loaded."""
+        for replica in self.replicas:
+            if replica.name == name:
+                replica.load.resize(*_room(limits))
+
     def scale(self, count: int) -> None:
         """Change the number of replicas. Ends those that do not serve yet, then those with the least work.
 
@@ -415,10 +425,8 @@ class Fleet:
         """Start replicas until there are enough. An ended one counts until its process is gone: it may have a GPU."""
         while self._failure is None and len(self._lives) < self.count:
             self._num_started += 1
-            max_concurrent, cache_tokens = self._settings.limits
-            load = Load(max(2, int(max_concurrent * PLACES)), cache_tokens)
             name = f"{self.policy}/replica-{self._num_started}"
-            replica = ReplicaHandle(name, load, self._timeout)
+            replica = ReplicaHandle(name, Load(*_room(self._settings.limits)), self._timeout)
             self._lives[replica] = asyncio.create_task(self._live(replica))
 
     async def _live(self, replica: ReplicaHandle) -> None:
@@ -593,6 +601,11 @@ class Fleet:
         self._pulse.set()
         self._pulse.clear()
         self._changed()
+
+
+def _room(limits: SamplerLimits) -> tuple[int, int]:
+    """Returns the places and the cache of a replica that samples so many completions at a time."""
+    return max(2, int(limits.max_concurrent * PLACES)), limits.cache_tokens
 
 
 def _backoff(failures: int) -> float:

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentjet.compute.weights import Publication, SharedFolder, fetch, release
-from agentjet.config import ComputeConfig, ModelConfig, SamplerConfig
+from agentjet.config import ComputeConfig, ModelConfig, SamplerConfig, SamplerLimits
 from agentjet.errors import AgentJetError, ComputeError, ConfigError, WorkerDied
 from agentjet.processes.guardian import places
 from agentjet.processes.rpc import Answer, Link, ProcessRequest, answering
@@ -231,11 +231,15 @@ class ReplicaServer:
         log.error("the engine is dead: %s: %s", type(error).__name__, error)
         self._link.exit(1)
 
-    async def _load(self, model: ModelConfig, info: ModelInfo, sampler: SamplerConfig, compute: ComputeConfig) -> None:
+    async def _load(
+        self, model: ModelConfig, info: ModelInfo, sampler: SamplerConfig, compute: ComputeConfig
+    ) -> SamplerLimits:
+        """Start the engine; returns the numbers that it chose."""
         self._loaded = await self._start(self._link, model, info, sampler, compute)
         self._tasks.add(asyncio.create_task(self._end_with(self._loaded)))
         self._info = info
-        self._places = asyncio.Semaphore(sampler.limits.max_concurrent)
+        self._places = asyncio.Semaphore(self._loaded.limits.max_concurrent)
+        return self._loaded.limits
 
     async def _adopt(self, publication: Publication) -> list[float]:
         engine = self._loaded
