@@ -35,7 +35,7 @@ ROW_TOKENS = 1024
 FEWEST_ROWS, MOST_ROWS = 8, 512
 """Bounds of completions sampled at a time, where `auto` chooses."""
 REPLICA_ROWS = 256
-"""Completions sampled at a time by a replica with a GPU of its own, where `auto` chooses and the memory holds them."""
+"""Completions sampled at a time by a replica that shares no GPU, where `auto` chooses and the memory holds them."""
 SHARED_BYTES = 160 * 2**20
 """Shared memory of a replica: the messages between vLLM's processes."""
 
@@ -321,7 +321,7 @@ def replica_need(size: ModelSize, *, cache_tokens: int, tensor_parallel: int = 1
 def replica_limits(
     settings: SamplerConfig, size: ModelSize, *, memory: int, tensor_parallel: int = 1, value_bytes: int = 2
 ) -> SamplerLimits:
-    """Returns the numbers of a replica with GPUs of its own, each with so many bytes of `memory`.
+    """Returns the numbers of a replica that shares no GPU; `memory` is the number of bytes of each.
 
     `auto` is `REPLICA_ROWS` completions with `ROW_TOKENS` each, or fewer if the memory does not hold their cache.
     """
