@@ -175,3 +175,11 @@ def test_the_processes_of_vllm_leave_no_temporary_files(tmp_path: Path, vllm: Fa
             engine.start(model, ModelInfo("tiny", "", "", 100, (2,)), SamplerConfig(), ComputeConfig(), tmp_path)
         )
     assert vllm.environment["TMPDIR"] == str(tmp_path) != tempfile.gettempdir() == before
+
+
+def test_replicas_draw_different_random_numbers(tmp_path: Path, vllm: FakeVllm) -> None:
+    model, info = ModelConfig(name=str(make_model(tmp_path / "model")), device="cpu"), ModelInfo("", "", "", 100, (2,))
+    settings = importlib.import_module("agentjet.compute.vllm.engine").engine_settings
+    made = [settings(model, info, SamplerConfig().limits, ComputeConfig()) for _ in range(2)]
+    first, second = (one.pop("seed") for one in made)
+    assert first != second and made[0] == made[1]
