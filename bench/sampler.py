@@ -13,8 +13,9 @@ last line; `ratio` is our tokens per second over the library's.
 * `beside_prompt`: tokens per second of short calls beside a prompt of 8,000 tokens, divided by their own alone;
   `beside_sum`: the same plus the ratio of the prompt's speed.
 
-`--replica` measures a vLLM replica with its connection, in turn with vLLM's own API and the same settings, on one core:
-`sampler_efficiency` is the quotient of their fastest batches of 64 completions. It needs the sampler's environment.
+`--replica` measures a vLLM replica with its connection, in turn with vLLM's own API and the same settings, on one core,
+by the CPU seconds of all processes of each: `sampler_efficiency` is the quotient of their cheapest batches of 64
+completions. It needs the sampler's environment.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
+import psutil
 import torch
 
 from bench.machine import ROOT, bounded, environment, grid, last_json, report, run_contender
@@ -328,18 +330,19 @@ def measure_host(model: str, *, quick: bool) -> dict[str, float]:
 
 # ---- a replica against vLLM's own API --------------------------------------------------------------------------------
 
-REPLICA_TOKENS, REPLICA_BATCHES = 48, 6
+REPLICA_TOKENS = 48
 
 
 @contextmanager
-def own_api(python: str, job: dict[str, Any]) -> Iterator[Callable[[list[list[int]]], float]]:
-    """Starts vLLM's own API. A call samples a batch of prompts and returns its seconds."""
+def own_api(python: str, job: dict[str, Any]) -> Iterator[tuple[int, Callable[[list[list[int]]], None]]]:
+    """Starts vLLM's own API. Yields its process, and a function that samples a batch of prompts."""
     answers, written = os.pipe()
     paths = os.pathsep.join(map(str, (ROOT / "src", ROOT)))
     with (
         subprocess.Popen(
             [python, "-m", "bench.scaling.own_api", json.dumps({**job, "answers": written})],
             stdin=subprocess.PIPE,
+            stdout=sys.stderr,
             env={**os.environ, "PYTHONPATH": paths},
             pass_fds=[written],
             text=True,
@@ -348,16 +351,25 @@ def own_api(python: str, job: dict[str, Any]) -> Iterator[Callable[[list[list[in
     ):
         os.close(written)
 
-        def seconds(batch: list[list[int]]) -> float:
+        def sample(batch: list[list[int]]) -> None:
             assert process.stdin is not None
             print(json.dumps(batch), file=process.stdin, flush=True)
-            return float(lines.readline())
+            assert lines.readline() == "done\n"
 
-        yield seconds
+        yield process.pid, sample
 
 
-def replica_speed() -> dict[str, float]:
-    """Tokens per second of a replica and of vLLM's own API, the best of some batches in turn; one more comes first."""
+def cpu_seconds(pid: int) -> float:
+    """CPU seconds of a process and of those below it."""
+    family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    return sum(sum(process.cpu_times()[:2]) for process in family)
+
+
+def replica_speed(batches: int) -> dict[str, float]:
+    """Tokens per CPU second of a replica and of vLLM's own API, in the best batch of each; one more comes first.
+
+    The batches are in turn. The replica's seconds contain those of this process, which has its connection.
+    """
     from agentjet.compute.policy import resolve_dtype
     from agentjet.types import SamplingParams
     from tests.cluster.local_replica import Completed, Wanted, running, sampler_python
@@ -375,20 +387,27 @@ def replica_speed() -> dict[str, float]:
             "info": dataclasses.asdict(world.policy.info),
             "new_tokens": REPLICA_TOKENS,
         }
-        with own_api(python, job) as vllm:
-            for number in range(REPLICA_BATCHES + 1):
-                rng = np.random.default_rng(number)
-                batch = rng.integers(20, 40_000, (world.sampler.max_concurrent, SHORT)).tolist()
-                began = time.perf_counter()
-                done: dict[int, Completed] = world.replica.sample(
-                    {i: Wanted(one, params) for i, one in enumerate(batch)}
-                )
-                found["replica"].append(time.perf_counter() - began)
-                assert all(len(one.tokens) == REPLICA_TOKENS for one in done.values())
-                found["vllm"].append(vllm(batch))
-    total = len(batch) * REPLICA_TOKENS
-    rates = {f"{name}_tokens_s": total / min(seconds[1:]) for name, seconds in found.items()}
-    return {**rates, "sampler_efficiency": rates["replica_tokens_s"] / rates["vllm_tokens_s"]}
+        num_rows = world.sampler.limits.max_concurrent
+
+        def sample(batch: list[list[int]]) -> None:
+            wanted = {i: Wanted(prompt, params) for i, prompt in enumerate(batch)}
+            done: dict[int, Completed] = world.replica.sample(wanted)
+            assert all(len(one.tokens) == REPLICA_TOKENS for one in done.values())
+
+        with own_api(python, job) as (pid, sample_alone):
+            sides: dict[str, tuple[Callable[[], float], Callable[[list[list[int]]], None]]] = {
+                "replica": (lambda: cpu_seconds(world.replica.process.pid) + time.process_time(), sample),
+                "vllm": (lambda: cpu_seconds(pid), sample_alone),
+            }
+            for number in range(batches + 1):
+                batch = np.random.default_rng(number).integers(20, 40_000, (num_rows, SHORT)).tolist()
+                for name, (spent, run) in sides.items():
+                    before = spent()
+                    run(batch)
+                    found[name].append(spent() - before)
+    total = num_rows * REPLICA_TOKENS
+    rates = {f"{name}_tokens_cpu_s": total / min(seconds[1:]) for name, seconds in found.items()}
+    return {**rates, "sampler_efficiency": rates["replica_tokens_cpu_s"] / rates["vllm_tokens_cpu_s"]}
 
 
 # ---- the comparison --------------------------------------------------------------------------------------------------
@@ -421,6 +440,7 @@ def main() -> None:
     parser.add_argument("--host", action="store_true", help="measure our sampler alone")
     parser.add_argument("--quick", action="store_true", help="with --host: without a model")
     parser.add_argument("--replica", action="store_true", help="measure a vLLM replica against vLLM's own API")
+    parser.add_argument("--batches", type=int, default=6, help="with --replica: batches that count")
     parser.add_argument("--one", nargs=2, metavar=("CONTENDER", "WORKLOAD"), help="used by the bench itself")
     arguments = parser.parse_args()
     if arguments.one:
@@ -432,7 +452,7 @@ def main() -> None:
         return
     if arguments.replica:
         torch.set_num_threads(1)
-        speeds = replica_speed()
+        speeds = replica_speed(arguments.batches)
         report("sampler", speeds, bounded(speeds, {"sampler_efficiency": 1.0}, {}), machine=False)
         return
     found = {name: compare(arguments, name) for name in arguments.workloads}

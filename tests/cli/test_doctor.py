@@ -60,7 +60,10 @@ FAR = {"policies": {"far": {"compute": RAY}, "here": {}}, "compute": {**RAY, "ad
         (SHARDED, {}, EIGHT, [
             "ok policy: 4 ranks + 4 samplers x 1 GPUs (compute.tensor_parallel) need 8 GPUs of 8",
             "8030M parameters, estimated from config.json", "ok policy: each of 4 ranks (sharded): ",
+            "ok policy: each replica: 256 completions at a time (sampler.max_concurrent) in a cache of 262144 tokens",
             "ok policy: each GPU of a replica: "]),
+        ({"colocated": True}, {}, EIGHT, ["each replica: 64 completions at a time"]),
+        ({}, {}, LAPTOP, ["each replica: 64 completions at a time"]),
         ({"ranks": 2}, {}, EIGHT, ["each of 2 ranks (sharded): "]),
         ({}, {}, EIGHT, ["each of 1 ranks (gathered): "]),  # One rank holds all layers.
         ({}, {}, Hardware(10**12, (250 * GB,) * 2), ["each of 1 ranks (gathered): 144.6 GB"]),

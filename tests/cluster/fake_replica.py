@@ -26,7 +26,7 @@ from typing import Literal, Self
 import numpy as np
 
 from agentjet.compute.weights import Publication
-from agentjet.config import ComputeConfig, ModelConfig, SamplerConfig
+from agentjet.config import ComputeConfig, ModelConfig, SamplerConfig, SamplerLimits
 from agentjet.errors import AgentJetError, ComputeError, GrammarError, OutOfCache
 from agentjet.processes.rpc import LEAVE, Answer, Link, ProcessRequest, admit_fronts
 from agentjet.timeline.forest import encode_set
@@ -226,10 +226,12 @@ class FakeReplica:
         first, _, begin = self._hooks.fail_from.partition(":")
         return first == point and int(begin) <= self._passages[point] <= int(self._hooks.fail_to.partition(":")[2])
 
-    def _load(self, model: ModelConfig, info: ModelInfo, sampler: SamplerConfig, compute: ComputeConfig) -> str:
+    def _load(
+        self, model: ModelConfig, info: ModelInfo, sampler: SamplerConfig, compute: ComputeConfig
+    ) -> tuple[str, SamplerLimits]:
         self._pass("load")
         self._info, self._settings = info, sampler
-        return self._address
+        return self._address, sampler.limits
 
     def _adopt(self, publication: Publication) -> list[float]:
         self._pass("adopt")

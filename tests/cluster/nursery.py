@@ -108,7 +108,8 @@ class Nursery:
             raise self.fail_start.pop(0)
         peer = await self.connect(name, self.hooks(self.num_started))
         try:
-            peer.address = await peer.ask("load", PolicyId(), ModelConfig(), INFO, self._settings, ComputeConfig())
+            asked = await peer.ask("load", PolicyId(), ModelConfig(), INFO, self._settings, ComputeConfig())
+            peer.address, _ = asked
         except BaseException:
             await peer.stop()
             raise

@@ -22,13 +22,14 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from agentjet.compute import backend, ranks, samplers
 from agentjet.compute.backend import Hosted, ProcessCompute
-from agentjet.compute.fleet import FrontWork, Others, ReplicaWork
+from agentjet.compute.fleet import FrontWork, Others, ReplicaWork, RoutedCompletion
 from agentjet.compute.samplers import StepMeter, check_gpus, sampler_python
-from agentjet.config import ComputeConfig, ModelConfig, OptimizerConfig, ServeConfig
+from agentjet.config import ComputeConfig, ModelConfig, OptimizerConfig, SamplerLimits, ServeConfig
 from agentjet.errors import AgentJetError, CheckpointError, ComputeError, ConfigError, PolicyRemoved, WorkerDied
 from agentjet.processes.guardian import Launch, ProcessEnd
 from agentjet.processes.rpc import Answer, Link, Process, ProcessRequest, dial, encode, read
@@ -144,10 +145,10 @@ class ThreadLauncher:
         return fixed.get(request.op, CheckpointStamp(0, "digest", 0) if request.op in ("save", "load") else None)
 
     def replica(self, request: ProcessRequest) -> Any:
+        if request.op == "load":
+            return "127.0.0.1:9", request.args[2].limits
         if request.op == "adopt":
             return list(request.args[0].probe_logprobs)
-        if request.op == "load":
-            return "127.0.0.1:9"
         return Sampled((7,), (-0.5,), self.version, "stop") if request.op == "sample" else None
 
 
@@ -479,7 +480,7 @@ async def test_the_work_of_fronts_counts(tmp_path: Path, monkeypatch: pytest.Mon
         assert [(one.name, one.address, one.version, one.is_ready) for one in facts.replicas] == [
             (name, "127.0.0.1:9", 3, True)
         ]
-        assert set(changed) == {POLICY} and (facts.num_places, facts.routes) == (80, INFO.routes)
+        assert set(changed) == {POLICY} and (facts.replicas[0].num_places, facts.routes) == (80, INFO.routes)
         compute.heard(1, {POLICY: FrontWork(70, 5, 2, {name: ReplicaWork(60, 1, 9)})})
         compute.heard(2, {POLICY: FrontWork(0, 5, 1, {name: ReplicaWork(3, 1, 9)})})
         compute.heard(3, {})
@@ -552,6 +553,24 @@ async def test_the_number_of_samplers_follows_the_completions(tmp_path: Path, mo
         assert metrics["sampler/replicas_wanted"] == 2 and metrics["sampler/waiting"] == 0
         await compute.scale(POLICY, SamplerBounds(3, 3))
         assert {one.wanted for one in [compute.samplers(POLICY)] if one is not None} == {3}
+
+
+async def test_a_replica_reports_how_much_it_samples_at_a_time(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as (compute, launcher):
+        report = lambda request: ("", SamplerLimits(4, 4096)) if request.op == "load" else launcher.replica(request)  # noqa: E731
+        launcher.special = {"default/policy/replica-1": report}
+        await compute.add(POLICY, ModelConfig(), settings=settings())
+        await compute.publish(POLICY, 0)
+        await compute.scale(POLICY, SamplerBounds(1, 8))
+        samplers = compute.policies[POLICY].samplers
+        assert samplers is not None and samplers.autoscaler.observe(1, 5) == 1
+        assert [samplers.autoscaler.observe(1, 9) for _ in range(10)][-1] == 3, "9 completions, 4 for each"
+        (replica,) = samplers.replicas.fleet.replicas
+        works = [RoutedCompletion(np.array([number], np.int32)) for number in range(6)]
+        for work in works[:5]:
+            assert replica.load.has_place(work)
+            replica.load.add(work)
+        assert not replica.load.has_place(works[5]), "a quarter more than it samples"
 
 
 async def test_bounds_that_change_while_the_autoscaler_asks_are_kept(

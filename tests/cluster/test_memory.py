@@ -19,6 +19,7 @@ from agentjet.compute.memory import (
     model_size,
     parameters_in,
     rank_need,
+    replica_limits,
     replica_need,
     sampling_rate,
     size_from_config,
@@ -143,6 +144,23 @@ def test_a_replica() -> None:
     need = replica_need(size, cache_tokens=1000, tensor_parallel=2)
     assert need.weights == size.num_parameters
     assert need.cache == 2 * 32 * 8 * 128 * 1000
+
+
+@pytest.mark.parametrize(
+    ("memory", "settings", "expected"),
+    [
+        (80 * GB, {}, (256, 262_144)),
+        (24 * GB, {}, (64, 65_536)),  # Does not fit: as without a GPU, and `doctor` says so.
+        (36 * GB, {}, (105, 108_276)),  # In 90 % of it, beside 16.1 GB of weights and 2 GiB.
+        (80 * GB, {"cache_tokens": 100_000}, (97, 100_000)),
+        (80 * GB, {"cache_tokens": 4096}, (8, 4096)),
+        (80 * GB, {"max_concurrent": 32}, (32, 65_536)),
+        (80 * GB, {"max_concurrent": 400, "cache_tokens": 4096}, (400, 4096)),
+    ],
+)
+def test_the_numbers_of_a_replica_with_gpus(memory: int, settings: dict[str, int], expected: tuple[int, int]) -> None:
+    chosen = SamplerConfig.model_validate(settings)
+    assert replica_limits(chosen, size_from_config(LLAMA_8B), memory=memory) == expected
 
 
 H200 = SamplerRoom(left=115 * GB, kept=56 * GB, by_token=98_304, by_row=0, context=8192)

@@ -28,7 +28,7 @@ import pytest
 from agentjet.compute.vllm import replica
 from agentjet.compute.vllm.replica import ReplicaServer, start_vllm
 from agentjet.compute.weights import Publication
-from agentjet.config import ComputeConfig, ModelConfig, SamplerConfig
+from agentjet.config import ComputeConfig, ModelConfig, SamplerConfig, SamplerLimits
 from agentjet.errors import ComputeError, ConfigError, WorkerDied
 from agentjet.processes import guardian
 from agentjet.processes.rpc import Answer, Link, Peer, ProcessRequest, dial
@@ -65,6 +65,7 @@ class FakeEngine:
         self.may_score = asyncio.Event()
         self.death: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         self.done: list[str] = []
+        self.limits = SamplerLimits(64, 65_536)
 
     async def died(self) -> BaseException:
         return await self.death

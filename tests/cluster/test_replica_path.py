@@ -122,13 +122,22 @@ class FakeVllm:
 
     def modules(self) -> dict[str, dict[str, Any]]:
         return {
+            "config": {"WeightTransferConfig": SimpleNamespace},
             "distributed": {"get_tensor_model_parallel_rank": int},
+            "distributed.weight_transfer": {
+                "WeightTransferEngine": dict,
+                "WeightTransferEngineFactory": SimpleNamespace(register_engine=lambda name, engine: None),
+            },
+            "distributed.weight_transfer.base": dict.fromkeys(
+                ("WeightTransferInitInfo", "WeightTransferUpdateInfo"), object
+            ),
             "model_executor.model_loader.reload": dict.fromkeys(
                 ("finalize_layerwise_reload", "initialize_layerwise_reload"), int
             ),
             "v1.core.sched.output": {"SchedulerOutput": object},
             "v1.core.sched.scheduler": {"Scheduler": object},
-            "v1.sample.logits_processor": {"AdapterLogitsProcessor": object},
+            "v1.sample.logits_processor": {"LogitsProcessor": object},
+            "v1.sample.logits_processor.builtin": {"process_dict_updates": int},
             "engine.arg_utils": {"AsyncEngineArgs": self.arguments},
             "v1.engine.async_llm": {"AsyncLLM": SimpleNamespace(from_engine_args=self.start)},
             "platforms": {"current_platform": SimpleNamespace(is_cpu=lambda: True)},
@@ -166,3 +175,11 @@ def test_the_processes_of_vllm_leave_no_temporary_files(tmp_path: Path, vllm: Fa
             engine.start(model, ModelInfo("tiny", "", "", 100, (2,)), SamplerConfig(), ComputeConfig(), tmp_path)
         )
     assert vllm.environment["TMPDIR"] == str(tmp_path) != tempfile.gettempdir() == before
+
+
+def test_replicas_draw_different_random_numbers(tmp_path: Path, vllm: FakeVllm) -> None:
+    model, info = ModelConfig(name=str(make_model(tmp_path / "model")), device="cpu"), ModelInfo("", "", "", 100, (2,))
+    settings = importlib.import_module("agentjet.compute.vllm.engine").engine_settings
+    made = [settings(model, info, SamplerConfig().limits, ComputeConfig()) for _ in range(2)]
+    first, second = (one.pop("seed") for one in made)
+    assert first != second and made[0] == made[1]

@@ -29,7 +29,7 @@ from agentjet.types import DEFAULT_RUN, PolicyId
 
 if TYPE_CHECKING:
     from agentjet.compute.memory import Learning, ModelSize, Need
-    from agentjet.config import ComputeConfig, ModelConfig, SamplerConfig, ServeConfig
+    from agentjet.config import ComputeConfig, ModelConfig, SamplerConfig, SamplerLimits, ServeConfig
     from agentjet.protocol import ClusterView
 
 GB = 10**9
@@ -367,11 +367,7 @@ class _Fit:
         except ConfigError as error:
             yield "problem", f"{self.policy}: {error}"
             return
-        yield (
-            "ok",
-            f"{self.policy}: {limits.max_concurrent} completions at a time (sampler.max_concurrent) in a cache of "
-            f"{limits.cache_tokens} tokens (sampler.cache_tokens)",
-        )
+        yield self._sampled(limits)
         need = replace(need, cache=limits.cache_tokens * room.by_token + limits.max_concurrent * room.by_row)
         offload = "set model.offload_optimizer = true, " if self.on_gpu and not self.learning.offload else ""
         adapter = "" if self.learning.trained else "train an adapter (model.lora.rank), "
@@ -383,7 +379,7 @@ class _Fit:
 
     def cluster(self, compute: ComputeConfig) -> Iterator[Check]:
         """Yields what a rank and a replica need."""
-        from agentjet.compute.memory import REPLICA_USABLE, USABLE, fewest_ranks, replica_need
+        from agentjet.compute.memory import REPLICA_USABLE, USABLE, fewest_ranks, replica_limits, replica_need
 
         memory = self.device if self.on_gpu else self.machine.memory // compute.ranks
         mode = compute.sharding
@@ -398,12 +394,12 @@ class _Fit:
         rank = self._rank(compute.ranks, mode)
         yield self._finding(f"each of {compute.ranks} ranks ({mode})", rank, int(USABLE * memory), way_out)
         yield from self._offloaded(rank, min(compute.ranks, len(self.machine.gpus)))
-        replica = replica_need(
-            self.size,
-            cache_tokens=self.sampler.limits.cache_tokens,
-            tensor_parallel=compute.tensor_parallel,
-            value_bytes=self.learning.value_bytes,
-        )
+        split = {"tensor_parallel": compute.tensor_parallel, "value_bytes": self.learning.value_bytes}
+        limits = self.sampler.limits
+        if self.on_gpu and not compute.colocated:
+            limits = replica_limits(self.sampler, self.size, memory=self.device, **split)
+        yield self._sampled(limits, "each replica: ")
+        replica = replica_need(self.size, cache_tokens=limits.cache_tokens, **split)
         if self.on_gpu:
             way_out = "lower sampler.cache_tokens, or raise compute.tensor_parallel"
             yield self._finding("each GPU of a replica", replica, int(REPLICA_USABLE * self.device), way_out)
@@ -416,6 +412,13 @@ class _Fit:
             way_out = "lower sampler.cache_tokens"
         num = compute.samplers.most
         yield self._finding(f"each of {num} replicas", replica, max(0, left) // num, way_out)
+
+    def _sampled(self, limits: SamplerLimits, where: str = "") -> Check:
+        return (
+            "ok",
+            f"{self.policy}: {where}{limits.max_concurrent} completions at a time (sampler.max_concurrent) in a cache "
+            f"of {limits.cache_tokens} tokens (sampler.cache_tokens)",
+        )
 
     def activations(self, tokens: int, ranks: int, *, is_recomputed: bool) -> Check:
         """Compares what a micro-batch keeps for its backward pass with the memory that is left beside the weights."""

@@ -263,7 +263,7 @@ class ProcessCompute:
                 "compute.samplers, and start the server again"
             )
         check_samplers(bounds, await self._most_samplers(hosted), hosted.settings.tensor_parallel * hosted.room.gpus)
-        hosted.samplers.autoscaler = Autoscaler(bounds, self._config.sampler.limits.max_concurrent)
+        hosted.samplers.autoscaler = Autoscaler(bounds, hosted.samplers.autoscaler.max_concurrent)
         fleet = hosted.samplers.replicas.fleet
         fleet.scale(bounds.clamp(fleet.count))
 

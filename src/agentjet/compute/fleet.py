@@ -31,7 +31,7 @@ from typing import Literal, TypeVar
 import numpy as np
 
 from agentjet.compute.weights import WAY_OUT, Publication, probe_error, probe_failure
-from agentjet.config import SamplerConfig
+from agentjet.config import SamplerConfig, SamplerLimits
 from agentjet.errors import AgentJetError, ComputeError, ConfigError, PolicyRemoved, WorkerDied, WorkerHung
 from agentjet.processes.rpc import Peer
 from agentjet.processes.supervisor import NotStarted, Watchdog
@@ -90,9 +90,13 @@ class Load:
         self.running: set[RoutedCompletion] = set()
         self.others = 0
         """Completions that other processes have at the replica: fronts, or the server."""
-        self._num_places = num_places
-        self._max_keys = max(1, cache_tokens // BLOCK_TOKENS)
         self._known: OrderedDict[int, None] = OrderedDict()
+        self.resize(num_places, cache_tokens)
+
+    def resize(self, num_places: int, cache_tokens: int) -> None:
+        """Change the numbers that the replica can hold."""
+        self.num_places, self.cache_tokens = num_places, cache_tokens
+        self._max_keys = max(1, cache_tokens // BLOCK_TOKENS)
 
     def has_place(self, work: RoutedCompletion) -> bool:
         """True if the replica may get this work.
@@ -102,7 +106,7 @@ class Load:
         """
         if work.losses and any(other.losses for other in self.running):
             return False
-        return self.count < self._num_places or len(self.running) < max(1, self._num_places // SHARES)
+        return self.count < self.num_places or len(self.running) < max(1, self.num_places // SHARES)
 
     @property
     def count(self) -> int:
@@ -277,6 +281,9 @@ class ReplicaFacts:
     """The `RoutingFacts.recent` versions whose probe it passed. No token of others of these may be used."""
     is_ready: bool
     """True if it may get work."""
+    num_places: int
+    """Completions that it may have."""
+    cache_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,9 +291,6 @@ class RoutingFacts:
     """The replicas of a policy, for fronts."""
 
     policy: PolicyId
-    num_places: int = 0
-    """Completions that a replica may have."""
-    cache_tokens: int = 0
     routes: RouteShape | None = None
     replicas: tuple[ReplicaFacts, ...] = ()
     recent: frozenset[int] = frozenset()
@@ -470,8 +474,7 @@ class Fleet(RoutedFleet):
         self._timeout = timeout
         self._lives: dict[ReplicaHandle, asyncio.Task[None]] = {}
         self._num_started = 0
-        max_concurrent, self._cache_tokens = settings.limits
-        self._num_places = max(2, int(max_concurrent * PLACES))
+        self._settings = settings
         self._secret = secret
         self.has_served = has_served
         """True if a replica of the policy ever served, also one of an earlier fleet."""
@@ -513,16 +516,23 @@ class Fleet(RoutedFleet):
         """Returns what fronts need to know."""
         recent = frozenset(self._recent).union(one.version for one in self.replicas if one.version is not None)
         replicas = tuple(
-            ReplicaFacts(one.name, one.peer.address, self._secret, one.version, recent & one.verified, one.is_ready)
+            ReplicaFacts(
+                one.name,
+                one.peer.address,
+                self._secret,
+                one.version,
+                recent & one.verified,
+                one.is_ready,
+                one.load.num_places,
+                one.load.cache_tokens,
+            )
             for one in self.replicas
             if one.peer is not None and one.peer.address
         )
         crashed = frozenset(end.name for end in self._ends if end.cause == "work")
         failure = self.failed.result() if self.failed.done() else self._failure
         assert failure is None or isinstance(failure, WorkerDied)
-        return RoutingFacts(
-            self.policy, self._num_places, self._cache_tokens, self.routes, replicas, recent, crashed, failure
-        )
+        return RoutingFacts(self.policy, self.routes, replicas, recent, crashed, failure)
 
     def heard(self, front: int, work: FrontWork) -> None:
         """Take the report of a front. One that is gone has no work. Ends replicas at which it found a fault."""
@@ -612,6 +622,12 @@ class Fleet(RoutedFleet):
         assert self._publication is not None
         return self._publication.version
 
+    def resize(self, name: str, limits: SamplerLimits) -> None:
+        """Set the numbers that a replica reported when it was loaded."""
+        for replica in self.replicas:
+            if replica.name == name:
+                replica.load.resize(*_room(limits))
+
     def scale(self, count: int) -> None:
         """Change the number of replicas. Ends those that do not serve yet, then those with the least work.
 
@@ -641,8 +657,8 @@ class Fleet(RoutedFleet):
         """Start replicas until there are enough. An ended one counts until its process is gone: it may have a GPU."""
         while self._failure is None and len(self._lives) < self.count:
             self._num_started += 1
-            load = Load(self._num_places, self._cache_tokens)
-            replica = ReplicaHandle(f"{self.policy}/replica-{self._num_started}", load, self._timeout)
+            name = f"{self.policy}/replica-{self._num_started}"
+            replica = ReplicaHandle(name, Load(*_room(self._settings.limits)), self._timeout)
             self._lives[replica] = asyncio.create_task(self._live(replica))
 
     async def _live(self, replica: ReplicaHandle) -> None:
@@ -814,6 +830,11 @@ class Fleet(RoutedFleet):
             self._failure = error
             self.failed.set_result(error if isinstance(error, WorkerDied) else WorkerDied(str(error)))
             self._change()
+
+
+def _room(limits: SamplerLimits) -> tuple[int, int]:
+    """Returns the places and the cache of a replica that samples so many completions at a time."""
+    return max(2, int(limits.max_concurrent * PLACES)), limits.cache_tokens
 
 
 def backoff(failures: int) -> float:

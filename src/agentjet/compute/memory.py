@@ -10,6 +10,7 @@ import json
 import math
 import struct
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,6 +34,8 @@ ROW_TOKENS = 1024
 """Least tokens of the cache for each completion sampled at a time, where `auto` chooses either number."""
 FEWEST_ROWS, MOST_ROWS = 8, 512
 """Bounds of completions sampled at a time, where `auto` chooses."""
+REPLICA_ROWS = 256
+"""Completions sampled at a time by a replica that shares no GPU, where `auto` chooses and the memory holds them."""
 SHARED_BYTES = 160 * 2**20
 """Shared memory of a replica: the messages between vLLM's processes."""
 
@@ -313,6 +316,24 @@ def replica_need(size: ModelSize, *, cache_tokens: int, tensor_parallel: int = 1
     weights = size.num_parameters * value_bytes // tensor_parallel
     cache = size.cache_values * cache_tokens * value_bytes // tensor_parallel
     return Need(weights, cache=cache, extra=REPLICA_EXTRA)
+
+
+def replica_limits(
+    settings: SamplerConfig, size: ModelSize, *, memory: int, tensor_parallel: int = 1, value_bytes: int = 2
+) -> SamplerLimits:
+    """Returns the numbers of a replica that shares no GPU; `memory` is the number of bytes of each.
+
+    `auto` is `REPLICA_ROWS` completions with `ROW_TOKENS` each, or fewer if the memory does not hold their cache.
+    """
+    rows, cache = settings.limits
+    wanted = REPLICA_ROWS if settings.max_concurrent == "auto" else rows
+    if settings.cache_tokens == "auto":
+        need = partial(replica_need, size, tensor_parallel=tensor_parallel, value_bytes=value_bytes)
+        left, by_token = int(REPLICA_USABLE * memory) - need(cache_tokens=0).total, need(cache_tokens=1).cache
+        cache = max(cache, min(wanted * ROW_TOKENS, left // max(1, by_token)))
+    if settings.max_concurrent == "auto":
+        rows = max(FEWEST_ROWS, min(wanted, cache // ROW_TOKENS))
+    return SamplerLimits(rows, cache)
 
 
 def fewest_ranks(

@@ -143,12 +143,13 @@ class RemoteFleet(RoutedFleet):
             await asyncio.sleep(backoff(failures))
             failures += 1
             try:
-                peer = await self._connect(self._listed[key])
+                facts = self._listed[key]
+                peer = await self._connect(facts)
             except (OSError, ComputeError) as error:
                 if failures > 1:  # The first time, the facts that it ended are probably on their way.
                     log.warning("%s cannot be reached at %s: %s", *key, error)
                 continue
-            load = Load(self.facts.num_places, self.facts.cache_tokens)
+            load = Load(facts.num_places, facts.cache_tokens)
             load.others = self._others_at(key[0]).running
             replica = self._connected[key] = RemoteReplica(self._listed[key], load, peer)
             peer.died.add_done_callback(partial(self._lost, replica))

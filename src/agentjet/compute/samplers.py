@@ -179,7 +179,7 @@ class Samplers:
             info = await asyncio.shield(self.info)
             self.replicas.fleet.routes = info.routes
             async with asyncio.timeout(LOAD_SECONDS):
-                peer.address = await peer.ask("load", self._policy, self._model, info, self._sampler, settings)
+                peer.address, limits = await peer.ask("load", self._policy, self._model, info, self._sampler, settings)
         except BaseException as error:
             await peer.stop()
             if isinstance(error, TimeoutError):
@@ -188,6 +188,8 @@ class Samplers:
             if isinstance(error, ConfigError):
                 raise with_cause(error, cause_of(log_path, self._log_starts[name])) from None
             raise
+        self.autoscaler.max_concurrent = limits.max_concurrent
+        self.replicas.fleet.resize(name, limits)
         return peer
 
 
@@ -239,15 +241,15 @@ class Autoscaler:
     """Chooses the number of replicas of a policy within its bounds."""
 
     def __init__(self, bounds: SamplerBounds, max_concurrent: int) -> None:
-        """`max_concurrent`: completions that a replica samples at a time."""
         self.bounds = bounds
-        self._max_concurrent = max_concurrent
+        self.max_concurrent = max_concurrent
+        """Completions that a replica samples at a time. Replicas with GPUs report it when they are loaded."""
         self._wanted: deque[int] = deque(maxlen=FALL_SECONDS)
         """The numbers wanted in the last seconds, newest first."""
 
     def observe(self, num_replicas: int, num_completions: int) -> int:
         """Returns the number of replicas to have. Call it once a second with those that there are."""
-        self._wanted.appendleft(self.bounds.clamp(-(-num_completions // self._max_concurrent)))
+        self._wanted.appendleft(self.bounds.clamp(-(-num_completions // self.max_concurrent)))
         rise, fall = min(islice(self._wanted, RISE_SECONDS)), max(self._wanted)
         if rise > num_replicas and len(self._wanted) >= RISE_SECONDS:
             return rise

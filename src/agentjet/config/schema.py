@@ -403,15 +403,17 @@ class SamplerConfig(Section):
 
     max_concurrent: Annotated[Int64, Field(ge=1, le=4096)] | Literal["auto"] = "auto"
     """Completions sampled at the same time. Further calls wait in a queue. `auto`: 64; up to 512 with the embedded
-    backend on CUDA, by the memory that is left beside the model and its learner."""
+    backend on CUDA, by the memory that is left beside the model and its learner; up to 256 in a replica with a GPU that
+    it does not share, by its memory."""
     cache_tokens: Annotated[Int64, Field(ge=256)] | Literal["auto"] = "auto"
     """Size of the KV cache over all conversations, in tokens. On CUDA its memory is reserved at the start. Recurrent
     layers have 2 states for each of `max_concurrent` completions, and this size does not change their number. `auto`:
-    65536; with the embedded backend on CUDA, by the memory that is left."""
+    65536; with the embedded backend on CUDA, by the memory that is left; up to 262144 in a replica with a GPU that it
+    does not share."""
 
     @property
     def limits(self) -> SamplerLimits:
-        """These numbers, with those for CPUs and replicas in place of `auto`."""
+        """These numbers, with those for CPUs and shared GPUs in place of `auto`."""
         return SamplerLimits(
             64 if self.max_concurrent == "auto" else self.max_concurrent,
             65536 if self.cache_tokens == "auto" else self.cache_tokens,

@@ -48,10 +48,11 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
+from agentjet.compute.memory import replica_limits, size_from_config
 from agentjet.compute.samplers import reason_in
 from agentjet.compute.token_choice import Grammars, Guide, restrict
 from agentjet.compute.weights import MODULES, PROBE_DECODED, as_folder, publishes_adapter, size_in_engine
-from agentjet.config import ComputeConfig, ModelConfig, SamplerConfig
+from agentjet.config import ComputeConfig, ModelConfig, SamplerConfig, SamplerLimits
 from agentjet.config.loader import cache_dir
 from agentjet.errors import ComputeError, ConfigError, GrammarError, OutOfCache
 from agentjet.timeline.forest import EVERYTHING
@@ -148,13 +149,16 @@ def _innermost(error: BaseException) -> str:
 class VllmEngine:
     """vLLM with one model. The weights are random until the first `load`."""
 
-    def __init__(self, engine: Any, info: ModelInfo, sets: Sets, max_tokens: int, *, keeps_base: bool) -> None:
+    def __init__(
+        self, engine: Any, info: ModelInfo, sets: Sets, limits: SamplerLimits, max_tokens: int, *, keeps_base: bool
+    ) -> None:
         """`keeps_base`: publications are adapters, and vLLM loaded the base model itself."""
         self._engine = engine
         self._keeps_base = keeps_base
         self._is_suspended = False
         self._info = info
         self._sets = sets
+        self.limits = limits
         self.max_tokens = max_tokens
         """Limit of a prompt and its completion together."""
         self._adapter: Any = None
@@ -186,7 +190,8 @@ class VllmEngine:
             "additional_config": {SETTINGS: {"socket": path, "info": dataclasses.asdict(info)}},
             "enable_log_requests": False,
         }
-        settings = engine_settings(model, info, sampler, compute)
+        limits = limits_of(model, info, sampler, compute)
+        settings = engine_settings(model, info, limits, compute)
         if not settings.get("enable_lora"):
             ours["load_format"] = "dummy"  # Each version comes as a publication, also the first one.
             ours["weight_transfer_config"] = WeightTransferConfig(backend=TRANSFER)
@@ -208,7 +213,8 @@ class VllmEngine:
                     f"model.name = {model.name!r}: vLLM cannot hold the model with these settings ({cause}). "
                     "compute.backend = 'embedded' holds every model of transformers"
                 ) from error
-        return cls(engine, info, sets, settings["max_model_len"], keeps_base=bool(settings.get("enable_lora")))
+        is_hot = bool(settings.get("enable_lora"))
+        return cls(engine, info, sets, limits, settings["max_model_len"], keeps_base=is_hot)
 
     async def died(self) -> BaseException:
         """Wait until vLLM is dead; returns its error."""
@@ -421,18 +427,41 @@ def _model_folder(model: ModelConfig) -> str:
     return str(known) if known else locate_model(model.name)
 
 
-def engine_settings(
-    model: ModelConfig, info: ModelInfo, sampler: SamplerConfig, compute: ComputeConfig
-) -> dict[str, Any]:
-    """Returns arguments of vLLM's engine: those that do not depend on how a replica uses it."""
-    from transformers import AutoConfig
+def limits_of(model: ModelConfig, info: ModelInfo, sampler: SamplerConfig, compute: ComputeConfig) -> SamplerLimits:
+    """Returns the numbers of these settings, by the memory of a GPU if the replica does not share it."""
     from vllm.platforms import current_platform
 
-    folder = _model_folder(model)
-    max_concurrent, cache_tokens = sampler.limits
+    if current_platform.is_cpu() or compute.colocated:
+        return sampler.limits
+    try:
+        size = size_from_config(_config_of(model).to_dict())
+    except (KeyError, TypeError):  # Its cache cannot be computed before it is loaded.
+        return sampler.limits
+    return replica_limits(
+        sampler,
+        size,
+        memory=current_platform.get_device_total_memory(),
+        tensor_parallel=compute.tensor_parallel,
+        value_bytes=getattr(torch, info.dtype).itemsize,
+    )
+
+
+def _config_of(model: ModelConfig) -> Any:
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(_model_folder(model), trust_remote_code=False)
+
+
+def engine_settings(
+    model: ModelConfig, info: ModelInfo, limits: SamplerLimits, compute: ComputeConfig
+) -> dict[str, Any]:
+    """Returns arguments of vLLM's engine: those that do not depend on how a replica uses it."""
+    from vllm.platforms import current_platform
+
+    max_concurrent, cache_tokens = limits
     limit, places = min(info.context_length, cache_tokens), max_concurrent + EXTRA_REQUESTS
     settings: dict[str, Any] = {
-        "model": folder,
+        "model": _model_folder(model),
         "dtype": info.dtype,
         "seed": int.from_bytes(os.urandom(4), "little"),  # Else all replicas would draw the same random numbers.
         "skip_tokenizer_init": True,
@@ -446,7 +475,7 @@ def engine_settings(
         "max_logprobs": -1,
         "disable_log_stats": True,
     }
-    if publishes_adapter(model.lora, AutoConfig.from_pretrained(folder, trust_remote_code=False).architectures):
+    if publishes_adapter(model.lora, _config_of(model).architectures):
         settings |= {
             "enable_lora": True,
             "max_loras": 1,

@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentjet.compute.weights import Publication, SharedFolder, fetch, release
-from agentjet.config import ComputeConfig, ModelConfig, SamplerConfig
+from agentjet.config import ComputeConfig, ModelConfig, SamplerConfig, SamplerLimits
 from agentjet.errors import AgentJetError, ComputeError, ConfigError, WorkerDied
 from agentjet.processes.guardian import places
 from agentjet.processes.rpc import LEAVE, Answer, Link, ProcessRequest, admit_fronts, answering
@@ -253,13 +253,15 @@ class ReplicaServer:
         log.error("the engine is dead: %s: %s", type(error).__name__, error)
         self._link.exit(1)
 
-    async def _load(self, model: ModelConfig, info: ModelInfo, sampler: SamplerConfig, compute: ComputeConfig) -> str:
-        """Load the model; returns the address at which fronts connect."""
+    async def _load(
+        self, model: ModelConfig, info: ModelInfo, sampler: SamplerConfig, compute: ComputeConfig
+    ) -> tuple[str, SamplerLimits]:
+        """Start the engine; returns the address at which fronts connect, and the numbers that the engine chose."""
         self._loaded = await self._start(self._link, model, info, sampler, compute)
         self._tasks.add(asyncio.create_task(self._end_with(self._loaded)))
         self._info = info
-        self._places = asyncio.Semaphore(sampler.limits.max_concurrent)
-        return self._address
+        self._places = asyncio.Semaphore(self._loaded.limits.max_concurrent)
+        return self._address, self._loaded.limits
 
     async def _adopt(self, publication: Publication) -> list[float]:
         engine = self._loaded
