@@ -190,7 +190,7 @@ FAULTS = [
 def test_a_replica_with_a_fault_that_only_fronts_use_is_replaced(server: ForkServer, fault: Hooks) -> None:
     async def test() -> None:
         faulty = Hooks(**{**vars(fault), "step_seconds": SLOW})
-        async with fronted(server, hooks=lambda n: faulty if n == 2 else SLOWLY, timeout=0.5) as at:
+        async with fronted(server, hooks=lambda n: faulty if n == 2 else SLOWLY, timeout=0.6) as at:
             await at.on.serve()
             tasks = [*at.begin(0, 6), *at.begin(1, 6)]
             scoring = [asyncio.create_task(at.fronts[n % 2].score(POLICY, range(9), 1)) for n in range(4)]

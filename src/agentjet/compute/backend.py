@@ -279,8 +279,8 @@ class ProcessCompute:
     def heard(self, front: int, report: Mapping[PolicyId, FrontWork]) -> None:
         """Take the report of a front on its work (`RemoteSamplers.report`).
 
-        A front with work must report at least once in a fifth of `server.worker_timeout`: the watchdog of a replica
-        counts no older work.
+        A front must report more often than twice in `server.worker_timeout`: the watchdog of a replica counts no older
+        work.
         """
         for policy, hosted in self.policies.items():
             if hosted.samplers is not None:

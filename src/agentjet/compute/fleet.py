@@ -232,7 +232,7 @@ class ReplicaHandle(RoutedReplica):
 
         The work of a front that is silent counts for nothing: not the replica may hang, but the front.
         """
-        since = asyncio.get_running_loop().time() - 2 * self.watchdog.interval
+        since = asyncio.get_running_loop().time() - REPORT_CHECKS * self.watchdog.interval
         of_fronts = any(work.running and time > since for work, time in self.fronts.values())
         return (self.peer is not None and bool(self.peer.pending)) or of_fronts
 
@@ -362,6 +362,8 @@ MAX_LATER_DEATHS = 12
 MAX_FAILED_PROBES = 2
 MAX_ENDS = 64
 """Ends that are compared with each other. No failure of a larger part of the cluster needs more."""
+REPORT_CHECKS = 5
+"""Checks of a watchdog for which the report of a front counts: half of its timeout."""
 MAX_RECENT = 16
 """Publishes that fronts get facts about. A token waits at a front for a few milliseconds."""
 MAX_ATTEMPTS = 7
