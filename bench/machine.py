@@ -17,7 +17,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -234,13 +234,51 @@ def copy_bandwidth() -> float:
     import torch
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    size, seconds = 2**30 if device.type == "cuda" else 2**26, []
+    size = 2**30 if device.type == "cuda" else 2**26
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
+    return 2 * size / shortest_seconds(lambda: target.copy_(source))
+
+
+def product_rate() -> float:
+    """Operations a second of the GPU, or of this machine without one, in a product of large bfloat16 matrices."""
+    import torch
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    size = 8192 if device.type == "cuda" else 512
+    matrix = torch.ones(size, size, dtype=torch.bfloat16, device=device)
+    return 2.0 * size**3 / shortest_seconds(lambda: matrix @ matrix)
+
+
+def shortest_seconds(compute: Callable[[], object]) -> float:
+    """Returns the shortest time of 5 calls, which on CUDA are waited for."""
+    import torch
+
+    seconds = []
     for _ in range(5):
         began = time.perf_counter()
-        target.copy_(source)
-        if device.type == "cuda":
+        compute()
+        if torch.cuda.is_available():
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - began)
-    return 2 * size / min(seconds)
+    return min(seconds)
+
+
+def synchronise() -> None:
+    """Waits for the GPU, if there is one."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def require_fast_path(policy: Any, sampler: Any = None) -> None:
+    """Ends the process with a sentence if figures would be those of a slow path, of which only a log has a line.
+
+    A sampler must have sampled: on CUDA its steps must be graphs.
+    """
+    if not (policy.info.shares_prefixes and policy.learns_forests):
+        raise SystemExit(f"{policy.info.name} does not share prefixes here: install the versions of constraints.txt")
+    graphs = sampler._graphs._graphs.get(policy, {}).values() if sampler is not None and sampler._graphs else ()
+    if sampler is not None and policy.device.type == "cuda" and not (graphs and all(graphs)):
+        raise SystemExit(f"steps of {policy.info.name} are not CUDA graphs: the log has the reason")
