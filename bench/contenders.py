@@ -25,8 +25,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -34,13 +35,15 @@ import torch
 from agentjet.config import ComputeConfig, JobConfig, ModelConfig, SamplerConfig
 from agentjet.types import ModelInfo, SamplingParams
 from bench.machine import copy_bandwidth, peak_memory, product_rate, require_fast_path, synchronise
+from bench.sampler import SHORT, our_sampler, prompts
 
 if TYPE_CHECKING:
     from agentjet.compute.sampler import ModelSampler
 
 Figures = dict[str, Any]
 Step = Callable[[int], object]
-PROMPT, CONTEXT, VOCABULARY = 40, 1024, 40_000
+Result = TypeVar("Result")
+CONTEXT, VOCABULARY = 1024, 40_000
 PEAKS = {"H100": 989e12, "H200": 989e12}  # bfloat16 FLOP/s without sparsity, by NVIDIA's data sheets
 REPLICA_ONLY = ("logprobs_mode", "max_logprobs", "async_scheduling")  # Settings that vLLM alone would not have
 KERNELS = {"attention": ("flex", "attention"), "products": ("gemm", "nvjet", "cutlass", "xmma")}  # By parts of names
@@ -48,11 +51,6 @@ KERNELS = {"attention": ("flex", "attention"), "products": ("gemm", "nvjet", "cu
 
 def device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def prompts(rows: int, seed: int) -> list[list[int]]:
-    """Random prompts without a shared prefix."""
-    return np.random.default_rng(seed).integers(20, VOCABULARY, (rows, PROMPT)).tolist()
 
 
 def config(given: argparse.Namespace) -> ModelConfig:
@@ -64,7 +62,16 @@ def config(given: argparse.Namespace) -> ModelConfig:
 
 def sampler_config(given: argparse.Namespace) -> SamplerConfig:
     rows = max(given.rows)
-    return SamplerConfig(max_concurrent=rows, cache_tokens=max(4 * CONTEXT, rows * (PROMPT + given.new + 128)))
+    return SamplerConfig(max_concurrent=rows, cache_tokens=max(4 * CONTEXT, rows * (SHORT + given.new + 128)))
+
+
+def timed(work: Callable[[], Result]) -> tuple[float, Result]:
+    """Seconds of some work, with that of the GPU, and its result."""
+    synchronise()
+    began = time.perf_counter()
+    result = work()
+    synchronise()
+    return time.perf_counter() - began, result
 
 
 def ceilings(given: argparse.Namespace) -> Figures:
@@ -76,24 +83,15 @@ def ceilings(given: argparse.Namespace) -> Figures:
 
 
 def sampler(given: argparse.Namespace) -> Figures:
-    from bench.sampler import our_sampler
-
     (rows,), settings = given.rows, sampler_config(given)
     ours = our_sampler(given.model, config(given).threads, max_concurrent=rows, cache_tokens=int(settings.cache_tokens))
     ids, seconds = itertools.count(), []
 
     def submit(seed: int) -> None:
         ours.invalidate()
-        for prompt in prompts(rows, seed):
+        for prompt in prompts([SHORT] * rows, seed):
             id = next(ids)
             ours.submit(id, np.array(prompt, np.int32), SamplingParams(max_tokens=given.new, seed=id))
-
-    def timed(work: Callable[[], object]) -> float:
-        synchronise()
-        began = time.perf_counter()
-        work()
-        synchronise()
-        return time.perf_counter() - began
 
     def drain() -> None:
         while not ours.is_idle:
@@ -101,12 +99,12 @@ def sampler(given: argparse.Namespace) -> Figures:
 
     for seed in range(3):
         submit(seed)
-        seconds.append(timed(drain))
+        seconds.append(timed(drain)[0])
     require_fast_path(ours.policy, ours)
     submit(3)
     while len(ours.step()) < rows:  # Prompts
         pass
-    step = timed(lambda: [ours.step() for _ in range(10)]) / 10
+    step = timed(lambda: [ours.step() for _ in range(10)])[0] / 10
     kernels = step_kernels(ours) if device() == "cuda" else {}
     return {"rows": rows, "tokens_s": rows * given.new / min(seconds[1:]), "step_ms": 1000 * step, **kernels}
 
@@ -155,10 +153,9 @@ def vllm(given: argparse.Namespace) -> Figures:
                 )
                 for i in range(rows)
             ]
-            inputs = [tokens_input(prompt) for prompt in prompts(rows, run)]
-            began = time.perf_counter()
-            outputs = engine.generate(inputs, wanted, use_tqdm=False)
-            seconds.append(time.perf_counter() - began)
+            inputs = [tokens_input(prompt) for prompt in prompts([SHORT] * rows, run)]
+            taken, outputs = timed(partial(engine.generate, inputs, wanted, use_tqdm=False))
+            seconds.append(taken)
             assert all(len(one.outputs[0].token_ids) == given.new for one in outputs)
         rates[str(rows)] = rows * given.new / min(seconds[1:])
     return {"how": given.how, "tokens_s": rates}
@@ -173,13 +170,7 @@ def learn(given: argparse.Namespace) -> Figures:
     num_rows, length, steps = (4, 64, 1) if given.small else (32, 1024, 4)
     tokens = np.random.default_rng(0).integers(20, VOCABULARY, (num_rows, length)).astype(np.int32)
     step, figures = (our_step if given.how == "ours" else packed_step)(given, tokens)
-    seconds = []
-    for number in range(2 + steps):
-        synchronise()
-        began = time.perf_counter()
-        step(number)
-        synchronise()
-        seconds.append(time.perf_counter() - began)
+    seconds = [timed(partial(step, number))[0] for number in range(2 + steps)]
     rate = tokens.size / statistics.median(seconds[2:])  # The first two compile and allocate.
     name = torch.cuda.get_device_name() if device() == "cuda" else ""
     peak = next((flops for card, flops in PEAKS.items() if card in name), None)
@@ -271,37 +262,31 @@ def replica_figures(given: argparse.Namespace, policy: Any, running: Any) -> Fig
     info, compute = dataclasses.replace(policy.info, end_tokens=()), ComputeConfig(colocated=given.colocated)
     running.load(config(given), info, sampler_config(given), compute)
     loaded: Any = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.bfloat16)
-    published, written, adopted = loaded.to(device()).eval(), [], []  # Without AgentJet's attention
+    published, publishes = loaded.to(device()).eval(), []  # Without AgentJet's attention
     for version in range(3):
         if given.colocated and version:
             running.do(running.peer.ask("suspend", POLICY))
-        began = time.monotonic()
-        publication = running.publish(published, version)
-        written.append(time.monotonic() - began)
-        running.adopt(publication)
-        adopted.append(time.monotonic() - began - written[-1])
+        written, publication = timed(partial(running.publish, published, version))
+        publishes.append({"written_s": written, "adopted_s": timed(partial(running.adopt, publication))[0]})
 
-    def sample(rows: int, seed: int, **options: Any) -> tuple[dict[int, Any], float]:
+    def sample(rows: int, seed: int, **options: Any) -> tuple[float, dict[int, Any]]:
         params = SamplingParams(max_tokens=given.new, piece_tokens=16, **options)
-        wanted = {
-            i: Wanted(prompt, dataclasses.replace(params, seed=i)) for i, prompt in enumerate(prompts(rows, seed))
-        }
-        began = time.monotonic()
-        return running.sample(wanted), time.monotonic() - began
+        texts = enumerate(prompts([SHORT] * rows, seed))
+        wanted = {i: Wanted(prompt, dataclasses.replace(params, seed=i)) for i, prompt in texts}
+        return timed(partial(running.sample, wanted))
 
-    found, _ = sample(8, 0)
+    _, found = sample(8, 0)
     differences = np.concatenate(
         [
             np.array([one.logprob for one in score(policy, tokens, 0)][-given.new :]) - found[i].logprobs
-            for i, prompt in enumerate(prompts(8, 0))
+            for i, prompt in enumerate(prompts([SHORT] * 8))
             for tokens in [np.array([*prompt, *found[i].tokens], np.int32)]
         ]
     )
-    rates = {str(rows): rows * given.new / min(sample(rows, run)[1] for run in range(3)) for rows in given.rows}
-    restricted = given.rows[0] * given.new / sample(given.rows[0], 0, top_p=0.95)[1]
+    rates = {str(rows): rows * given.new / min(sample(rows, run)[0] for run in range(3)) for rows in given.rows}
+    restricted = given.rows[0] * given.new / sample(given.rows[0], 0, top_p=0.95)[0]
     return {
-        "written_s": written,
-        "adopted_s": adopted,
+        "publishes": publishes,
         "logprob_err": float(np.abs(differences).max()),
         "mismatch_kl": float((np.exp(differences) - differences - 1).mean()),
         "tokens_s": rates,
@@ -316,13 +301,7 @@ def needs(package: str, way_out: str) -> None:
         raise SystemExit(2)
 
 
-CONTENDERS: dict[str, Callable[[argparse.Namespace], Figures]] = {
-    "ceilings": ceilings,
-    "sampler": sampler,
-    "vllm": vllm,
-    "learn": learn,
-    "replica": replica,
-}
+CONTENDERS = {contender.__name__: contender for contender in (ceilings, sampler, vllm, learn, replica)}
 
 
 def main() -> None:

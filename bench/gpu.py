@@ -98,7 +98,9 @@ def run(contender: Contender, out: Path, left: float, *, small: bool) -> dict[st
 
 
 def _last_line(path: Path) -> str:
-    return (path.read_text(errors="replace").strip().splitlines() or [""])[-1]
+    """The last JSON object of a log, after which vLLM may print more, or else its last line."""
+    lines = path.read_text(errors="replace").strip().splitlines()
+    return next((line for line in reversed(lines) if line.startswith("{")), lines[-1] if lines else "")
 
 
 def main() -> int:

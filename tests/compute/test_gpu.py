@@ -212,7 +212,7 @@ PIECES: dict[str, Callable[[dict[str, Any]], bool]] = {
     "learning": lambda runs: all(run["tokens_s"] > 0 for run in runs.values()),
     "forest": lambda runs: runs["merge"]["recompute"] >= 1 and runs["demo"]["steps"] == 1,
     "cluster": lambda runs: (
-        all(len(runs[name]["adopted_s"]) == 3 and runs[name]["mismatch_kl"] < 0.1 for name in ("replica", "colocated"))
+        all(len(runs[name]["publishes"]) == 3 and runs[name]["mismatch_kl"] < 0.1 for name in ("replica", "colocated"))
         and runs["colocated_demo"]["steps"] == 1
     ),
 }
