@@ -33,7 +33,7 @@ import torch
 
 from agentjet.compute.backend import WORKER_VARIABLES
 from bench.machine import CASES
-from bench.random_model import make_model
+from bench.random_model import FILES, make_model
 from tests.cluster.local_replica import sampler_python
 
 PIECE_SECONDS, SMALL_SECONDS = 600.0, 600.0
@@ -41,9 +41,9 @@ PIECE_SECONDS, SMALL_SECONDS = 600.0, 600.0
 VOCABULARY = 49_152  # All ids of SmolLM2's tokenizer
 NO_SAMPLER = "Needs vLLM: run `agentjet cluster install`, or set AGENTJET_SAMPLER_PYTHON to an interpreter that has it."
 WHOLE = {"small": "", "quick": "", "demo": "", "device": "cuda", "threads": "8"}
-WHOLE |= {"forests": "turns8_large turns20_large shared_prompt_large"}
+WHOLE |= {"size": "1.4B", "forests": "turns8_large turns20_large shared_prompt_large"}
 SMALL = {"small": "--small", "quick": "--quick", "device": "cpu", "threads": "1", "forests": "turns8_large"}
-SMALL |= {"demo": "--model {model} --steps 1 --tasks 4 --set job.batch_size=2 --set job.group_size=2"}
+SMALL |= {"size": "tiny", "demo": "--model {model} --steps 1 --tasks 4 --set job.batch_size=2 --set job.group_size=2"}
 """Words of the commands, by what stands in their place."""
 
 Contender = tuple[str, float, str]  # A name, the most seconds, and a command of `python -m`
@@ -52,7 +52,8 @@ PIECES: dict[str, list[Contender]] = json.loads((CASES / "gpu.json").read_text(e
 
 def different(contenders: Sequence[Contender]) -> list[Contender]:
     """The first of those whose commands differ in numbers only: a miniature shows that each kind runs."""
-    return list({re.sub(r"\d", "", command): one for one in reversed(contenders) for command in one[2:]}.values())[::-1]
+    kinds = {re.sub(r"\d", "", command): (name, seconds, command) for name, seconds, command in reversed(contenders)}
+    return list(kinds.values())[::-1]
 
 
 def words(command: str, out: Path, *, small: bool) -> list[str]:
@@ -60,8 +61,9 @@ def words(command: str, out: Path, *, small: bool) -> list[str]:
     sampler = sampler_python() or ""
     if "{sampler}" in command and not sampler:
         raise LookupError(NO_SAMPLER)
-    values = {"out": shlex.quote(str(out)), "model": shlex.quote(str(out / "model")), "sampler": shlex.quote(sampler)}
-    values |= SMALL if small else WHOLE
+    values = SMALL if small else WHOLE
+    places = {"out": out, "model": out / values["size"], "sampler": sampler}
+    values = values | {name: shlex.quote(str(path)) for name, path in places.items()}
     line = shlex.split(command.format_map(values | {"demo": values["demo"].format_map(values)}))
     return [line[0], "-m", *line[1:]] if command.startswith("{sampler}") else [sys.executable, "-m", *line]
 
@@ -112,10 +114,11 @@ def main() -> int:
     if not given.small and not torch.cuda.is_available():
         print(f"bench/gpu.sh needs a CUDA GPU, and the PyTorch of {sys.executable} sees none.", file=sys.stderr)
         return 2
-    out = given.folder.absolute()
+    ends, out = time.monotonic() + PIECE_SECONDS, given.folder.absolute()  # The first piece makes the model.
     out.mkdir(parents=True, exist_ok=True)
-    if not (out / "model" / "config.json").exists():
-        make_model(out / "model", VOCABULARY, size="tiny" if given.small else "1.4B")
+    size = (SMALL if given.small else WHOLE)["size"]
+    if not (out / size / FILES[-1]).exists():  # The last one that is written
+        make_model(out / size, VOCABULARY, size=size)
     kept = out / "gpu.json"
     card = torch.cuda.get_device_properties(0) if not given.small else None
     report = json.loads(kept.read_text()) if kept.exists() else {"bench": "gpu", "pieces": {}}
@@ -123,13 +126,14 @@ def main() -> int:
     report |= {"torch": torch.__version__, "cuda": torch.version.cuda}
     failed = False
     for piece in given.only:
-        ends, found = time.monotonic() + PIECE_SECONDS, report["pieces"].setdefault(piece, {})
+        found = report["pieces"].setdefault(piece, {})
         for contender in different(PIECES[piece]) if given.small else PIECES[piece]:
             found[contender[0]] = one = run(contender, out, ends - time.monotonic(), small=given.small)
             kept.write_text(json.dumps(report, indent=1) + "\n")  # Kept if a later one ends the machine.
             if one["exit_code"]:
                 failed = True
                 print(f"{piece}: {contender[0]} failed: {one['result']}", file=sys.stderr, flush=True)
+        ends = time.monotonic() + PIECE_SECONDS
     print(json.dumps(report))
     return int(failed)
 
