@@ -1,14 +1,16 @@
-"""The checks for a CUDA GPU, within 20 minutes: `bench/gpu.sh [FOLDER]`. `docs/benchmarks.md` has what ran on one.
+"""The figures of one CUDA GPU, in pieces of at most ten minutes: `bench/gpu.sh FOLDER [--only PIECE ...]`.
 
-Each piece is a separate process with its log in FOLDER and a time limit. The next piece runs also after a failure:
+`docs/benchmarks.md` has what ran on one: an earlier form of these pieces, and none of them in this form.
 
-* `tests`: those marked `gpu`, which compare CUDA with the CPU;
-* `large`: sampling, learning and memory of a model of 1.4 billion random weights, and where the time goes;
-* `sampler`: our sampler against `transformers`' continuous batching;
-* `step`: one step against TRL; `merge`: forests against rows; `demo`: the whole program.
+* `sampler`: tests marked `gpu`, the ceilings of the card, and the embedded sampler at 64, 256 and 512 rows;
+* `vllm`: vLLM alone, as a replica uses it, and as that with seeds; needs an environment of the samplers;
+* `learning`: tokens a second and MFU beside `transformers` with packed rows, with Liger's kernels, and compiled;
+* `forest`: forests against rows with 1.4 billion parameters; the demo;
+* `cluster`: a replica, and one that shares its GPU: seconds of a publish, log-probabilities; the colocated demo.
 
-Writes `gpu.json` into FOLDER and prints it as the last line. `--quick` takes tiny models and a few steps, and `--cpu`
-hides the GPU: together they show on any machine that every piece runs.
+A contender is a process with a time limit, and two logs in FOLDER. The next one runs also after a failure. FOLDER keeps
+the model of random weights, and `gpu.json` with the figures of all pieces so far, which is also the last line. With
+`--small` every piece runs in miniature on a CPU, in less than a minute.
 """
 
 from __future__ import annotations
@@ -17,11 +19,11 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,101 +33,109 @@ import torch
 
 from agentjet.compute.backend import WORKER_VARIABLES
 from bench.machine import CASES
-from bench.random_model import make_model
-from bench.workload import Workload
+from bench.random_model import FILES, make_model
+from tests.cluster.local_replica import sampler_python
 
-TOTAL_SECONDS, QUICK_SECONDS = 1200.0, 3600.0
-"""Limits of all pieces together. A quick run may share its machine with other programs."""
+PIECE_SECONDS, SMALL_SECONDS = 600.0, 600.0
+"""Limits of a piece, and of a contender in miniature, which may share its machine with other programs."""
 VOCABULARY = 49_152  # All ids of SmolLM2's tokenizer
+NO_SAMPLER = "Needs vLLM: run `agentjet cluster install`, or set AGENTJET_SAMPLER_PYTHON to an interpreter that has it."
+WHOLE = {"small": "", "quick": "", "demo": "", "device": "cuda", "threads": "8"}
+WHOLE |= {"size": "1.4B", "forests": "turns8_large turns20_large shared_prompt_large"}
+SMALL = {"small": "--small", "quick": "--quick", "device": "cpu", "threads": "1", "forests": "turns8_large"}
+SMALL |= {"size": "tiny", "demo": "--model {model} --steps 1 --tasks 4 --set job.batch_size=2 --set job.group_size=2"}
+"""Words of the commands, by what stands in their place."""
+
+Contender = tuple[str, float, str]  # A name, the most seconds, and a command of `python -m`
+PIECES: dict[str, list[Contender]] = json.loads((CASES / "gpu.json").read_text(encoding="utf-8"))
 
 
-Piece = tuple[str, float, list[str]]  # A name, the most seconds, and a command of `python -m`
+def different(contenders: Sequence[Contender]) -> list[Contender]:
+    """The first of those whose commands differ in numbers only: a miniature shows that each kind runs."""
+    kinds = {re.sub(r"\d", "", command): (name, seconds, command) for name, seconds, command in reversed(contenders)}
+    return list(kinds.values())[::-1]
 
 
-def pieces(kind: str, out: Path, model: str) -> list[Piece]:
-    """The pieces of `cases/gpu.json`, the most important first. The quick ones use the tiny model in a folder."""
-    small = Workload(model, num_prompts=2, repeats=2, new_tokens=3, steps=1, warmup=1, threads=1)
-    given = {"{out}": str(out), "{model}": model, "{workload}": small.to_json()}
-    found = []
-    for name, seconds, command in json.loads((CASES / "gpu.json").read_text(encoding="utf-8"))[kind]:
-        words = shlex.split(command)
-        for place, value in given.items():
-            words = [word.replace(place, value) for word in words]
-        found.append((name, seconds, words))
-    return found
+def words(command: str, out: Path, *, small: bool) -> list[str]:
+    """The command line of a contender. Raises `LookupError` if it needs the samplers' environment, which is missing."""
+    sampler = sampler_python() or ""
+    if "{sampler}" in command and not sampler:
+        raise LookupError(NO_SAMPLER)
+    values = SMALL if small else WHOLE
+    places = {"out": out, "model": out / values["size"], "sampler": sampler}
+    values = values | {name: shlex.quote(str(path)) for name, path in places.items()}
+    line = shlex.split(command.format_map(values | {"demo": values["demo"].format_map(values)}))
+    return [line[0], "-m", *line[1:]] if command.startswith("{sampler}") else [sys.executable, "-m", *line]
 
 
-def run(piece: Piece, out: Path, environment: dict[str, str], left: float) -> dict[str, Any]:
-    """Returns exit code, seconds and result of a piece. After its time, ends it with its children: code 124."""
-    name, seconds, command = piece
-    print(f"{name}: {' '.join(command)}", file=sys.stderr, flush=True)
+def run(contender: Contender, out: Path, left: float, *, small: bool) -> dict[str, Any]:
+    """Returns exit code, seconds and result of a contender. After its time, ends it with its children: code 124."""
+    name, seconds, command = contender
+    print(f"{name}: {command}", file=sys.stderr, flush=True)
+    try:
+        line = words(command, out, small=small)
+    except LookupError as error:
+        return {"exit_code": 2, "seconds": 0.0, "result": error.args[0]}
+    environment = {**os.environ, **WORKER_VARIABLES}
+    if small:
+        environment |= {"CUDA_VISIBLE_DEVICES": "", "GPU_TESTS_DEVICE": "cpu"}
     began = time.monotonic()
     log, errors = out / f"{name}.log", out / f"{name}.err"
     with log.open("w") as stdout, errors.open("w") as stderr:
-        line = [sys.executable, "-m", *command]
         process = subprocess.Popen(line, stdout=stdout, stderr=stderr, env=environment, start_new_session=True)
         try:
-            code = process.wait(max(1.0, min(seconds, left)))
+            code = process.wait(SMALL_SECONDS if small else max(1.0, min(seconds, left)))
         except subprocess.TimeoutExpired:
             code = 124
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    found: dict[str, Any] = {"exit_code": code, "seconds": round(time.monotonic() - began, 1)}
     result = out / name / "result.json"
     last = result.read_text() if result.exists() else _last_line(log)
+    figures: Any = (_last_line(errors) if code else "") or last
     with contextlib.suppress(json.JSONDecodeError):
-        return {**found, "result": json.loads(last)}
-    return {**found, "result": last or _last_line(errors)}
+        figures = json.loads(figures)
+    return {"exit_code": code, "seconds": round(time.monotonic() - began, 1), "result": figures}
 
 
 def _last_line(path: Path) -> str:
-    return (path.read_text(errors="replace").strip().splitlines() or [""])[-1]
-
-
-def check(chosen: Sequence[Piece], out: Path, seconds: float, *, cpu: bool) -> dict[str, Any]:
-    """Runs the pieces, which share the seconds."""
-    environment = {**os.environ, **WORKER_VARIABLES}
-    if cpu:
-        environment |= {"CUDA_VISIBLE_DEVICES": "", "GPU_TESTS_DEVICE": "cpu"}
-    device = torch.cuda.get_device_properties(0) if not cpu else None
-    report: dict[str, Any] = {
-        "bench": "gpu",
-        "device": device.name if device else "cpu",
-        "device_gb": round(device.total_memory / 1e9, 1) if device else None,
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "runs": {},
-    }
-    ends = time.monotonic() + seconds
-    for piece in chosen:
-        report["runs"][piece[0]] = run(piece, out, environment, ends - time.monotonic())
-        (out / "gpu.json").write_text(json.dumps(report, indent=1) + "\n")  # Kept if a later piece ends the machine.
-    return report
+    """The last JSON object of a log, after which vLLM may print more, or else its last line."""
+    lines = path.read_text(errors="replace").strip().splitlines()
+    return next((line for line in reversed(lines) if line.startswith("{")), lines[-1] if lines else "")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="?", default="agentjet-gpu", type=Path, metavar="FOLDER")
-    parser.add_argument("--quick", action="store_true", help="tiny models and a few steps")
-    parser.add_argument("--cpu", action="store_true", help="without the GPU; only with --quick")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="these pieces")
-    chosen = parser.parse_args()
-    if chosen.cpu and not chosen.quick:
-        parser.error("--cpu needs --quick: the full sizes would take hours")
-    if not chosen.cpu and not torch.cuda.is_available():
+    parser.add_argument("--only", nargs="+", choices=PIECES, default=[*PIECES], help="these pieces")
+    parser.add_argument("--small", action="store_true", help="in miniature, on a CPU")
+    given = parser.parse_args()
+    if not given.small and not torch.cuda.is_available():
         print(f"bench/gpu.sh needs a CUDA GPU, and the PyTorch of {sys.executable} sees none.", file=sys.stderr)
         return 2
-    chosen.folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as model:
-        out = chosen.folder.absolute()
-        tiny = str(make_model(Path(model), VOCABULARY, quick=True)) if chosen.quick else ""
-        all_of_them = pieces("quick" if chosen.quick else "whole", out, tiny)
-        wanted = [piece for piece in all_of_them if not chosen.only or piece[0] in chosen.only]
-        report = check(wanted, out, QUICK_SECONDS if chosen.quick else TOTAL_SECONDS, cpu=chosen.cpu)
+    ends, out = time.monotonic() + PIECE_SECONDS, given.folder.absolute()  # The first piece makes the model.
+    out.mkdir(parents=True, exist_ok=True)
+    size = (SMALL if given.small else WHOLE)["size"]
+    if not (out / size / FILES[-1]).exists():  # The last one that is written
+        make_model(out / size, VOCABULARY, size=size)
+    kept = out / "gpu.json"
+    card = torch.cuda.get_device_properties(0) if not given.small else None
+    report = json.loads(kept.read_text()) if kept.exists() else {"bench": "gpu", "pieces": {}}
+    report |= {"device": card.name if card else "cpu", "device_gb": card and round(card.total_memory / 1e9, 1)}
+    report |= {"torch": torch.__version__, "cuda": torch.version.cuda}
+    failed = False
+    for piece in given.only:
+        found = report["pieces"].setdefault(piece, {})
+        for contender in different(PIECES[piece]) if given.small else PIECES[piece]:
+            found[contender[0]] = one = run(contender, out, ends - time.monotonic(), small=given.small)
+            kept.write_text(json.dumps(report, indent=1) + "\n")  # Kept if a later one ends the machine.
+            if one["exit_code"]:
+                failed = True
+                print(f"{piece}: {contender[0]} failed: {one['result']}", file=sys.stderr, flush=True)
+        ends = time.monotonic() + PIECE_SECONDS
     print(json.dumps(report))
-    return int(any(run["exit_code"] for run in report["runs"].values()))
+    return int(failed)
 
 
 if __name__ == "__main__":

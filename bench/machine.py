@@ -262,3 +262,23 @@ def shortest_seconds(compute: Callable[[], object]) -> float:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - began)
     return min(seconds)
+
+
+def synchronise() -> None:
+    """Waits for the GPU, if there is one."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def require_fast_path(policy: Any, sampler: Any = None) -> None:
+    """Ends the process with a sentence if figures would be those of a slow path, of which only a log has a line.
+
+    A sampler must have sampled: on CUDA its steps must be graphs.
+    """
+    if not (policy.info.shares_prefixes and policy.learns_forests):
+        raise SystemExit(f"{policy.info.name} does not share prefixes here: install the versions of constraints.txt")
+    graphs = sampler._graphs._graphs.get(policy, {}).values() if sampler is not None and sampler._graphs else ()
+    if sampler is not None and policy.device.type == "cuda" and not (graphs and all(graphs)):
+        raise SystemExit(f"steps of {policy.info.name} are not CUDA graphs: the log has the reason")

@@ -19,8 +19,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from agentjet.timeline import Row, build_forest
 from bench.machine import environment, grid, last_json, report, run_contender
 from bench.merge_layouts import (
@@ -34,8 +32,8 @@ from bench.merge_layouts import (
 )
 from bench.random_model import make_model
 
-BY_DEFAULT = [name for name in WORKLOADS if name != "turns40_long"]
-WITHOUT_CALLS = ("turns40_long",)  # Two million tokens as one row per call: that baseline is left out
+BY_DEFAULT = [name for name in WORKLOADS if name != "turns40_long" and not name.endswith("_large")]
+WITHOUT_CALLS = ("turns40_long", "turns20_large")  # Up to two million tokens as one row per call: it is left out
 WITH_MEMORY = ("turns12", "turns40", "shared_prompt")  # Where peak memory is worth the time of another step
 COLUMNS = ("call_s", "timeline_s", "forest_s", "vs_call", "token_ratio", "vs_timeline", "token_ratio_timeline")
 COLUMNS += ("forest_peak_mb", "timeline_peak_mb")
@@ -64,9 +62,7 @@ class Settings:
 
 
 def measured(settings: Settings, mode: str, workload: str, **extra: str) -> Measured:
-    """One mode on one workload, in a process with the served worker's environment; of the quick run, in this one."""
-    if settings.quick:
-        return measure(mode, settings.rows(workload), Path(settings.folder), settings.run)
+    """One mode on one workload, in a process with the served worker's environment."""
     child = ["bench.merge", "--child", json.dumps(dataclasses.asdict(settings)), mode, workload]
     done = run_contender(f"{workload}: {mode}", child, environment(settings.run.threads, **extra))
     if done.failed:
@@ -74,9 +70,7 @@ def measured(settings: Settings, mode: str, workload: str, **extra: str) -> Meas
     return Measured(**last_json(done.output))
 
 
-def compare(
-    settings: Settings, workload: str, repeats: int, console: Console, *, with_calls: bool = True
-) -> dict[str, Any]:
+def compare(settings: Settings, workload: str, repeats: int) -> dict[str, Any]:
     """All modes on one workload."""
     rows = settings.rows(workload)
     calls, timelines = limits(rows)
@@ -87,10 +81,8 @@ def compare(
         "vs_call": None,
     }
     for mode in MODES:
-        if mode == "call" and (workload in WITHOUT_CALLS or not with_calls):
+        if mode == "call" and workload in WITHOUT_CALLS:
             continue
-        if settings.quick:
-            console.print(f"{workload}: {mode} ...")
         steps = 1 if mode == "call" else repeats
         step = measured(_with_steps(settings, steps), mode, workload)
         result |= {f"{mode}_s": statistics.median(step.seconds), f"{mode}_tokens": step.tokens}
@@ -118,7 +110,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--budget", type=int, default=8192, help="tokens of a micro-batch, in every mode")
     parser.add_argument("--repeats", type=int, default=3, help="counted steps; one row per call is measured once")
-    parser.add_argument("--without-calls", action="store_true", help="leave out one row per call, the slowest by far")
+    parser.add_argument("--model", default="", help="a folder; by default one with four of SmolLM2's layers is made")
     parser.add_argument("--vocabulary", type=int, default=VOCABULARY)
     parser.add_argument(
         "--quick", action="store_true", help="everything in miniature: shows that it works, not how fast"
@@ -136,16 +128,12 @@ def main() -> None:
             json.dumps(dataclasses.asdict(measure(mode, settings.rows(workload), Path(settings.folder), settings.run)))
         )
         return
-    console = Console(stderr=True)
     run = Run(chosen.dtype, chosen.threads, 1024 if chosen.quick else chosen.budget)
     with tempfile.TemporaryDirectory() as folder:
-        make_model(Path(folder), chosen.vocabulary, quick=chosen.quick)
-        settings = Settings(folder, chosen.vocabulary, chosen.quick, run)
+        model = chosen.model or str(make_model(Path(folder), chosen.vocabulary, quick=chosen.quick))
+        settings = Settings(model, chosen.vocabulary, chosen.quick, run)
         repeats = 1 if chosen.quick else chosen.repeats
-        results = {
-            name: compare(settings, name, repeats, console, with_calls=not chosen.without_calls)
-            for name in chosen.workloads
-        }
+        results = {name: compare(settings, name, repeats) for name in chosen.workloads}
     figures = {
         "workloads": results,
         "recompute": max((r["recompute"] for r in results.values()), default=None),

@@ -30,7 +30,7 @@ from agentjet.compute.policy import Policy
 from agentjet.config import JobConfig, ModelConfig
 from agentjet.timeline import Forest, Row, build_forest, call_row
 from agentjet.timeline.forest import IntArray, select
-from bench.machine import forget_peak, memory_mb
+from bench.machine import forget_peak, memory_mb, require_fast_path
 from tests.compute.direct import learn_directly
 
 # ---- the batches -----------------------------------------------------------------------------------------------------
@@ -160,9 +160,18 @@ WORKLOADS: dict[str, Callable[[int, int], list[Row]]] = {
     "subagents": lambda vocabulary, shrink: subagents(Lengths(1000, 100, 40).shrunk(shrink), vocabulary=vocabulary),
     "turns12_long": lambda vocabulary, shrink: turns(LONG.shrunk(shrink), 12, vocabulary=vocabulary),
     "turns40_long": lambda vocabulary, shrink: turns(LONG.shrunk(shrink), 40, vocabulary=vocabulary),
+    "turns8_large": lambda vocabulary, shrink: turns(
+        Lengths(500, 200, 150).shrunk(shrink), 8, tasks=2, vocabulary=vocabulary
+    ),
+    "turns20_large": lambda vocabulary, shrink: turns(
+        Lengths(1000, 300, 100).shrunk(shrink), 20, vocabulary=vocabulary
+    ),
+    "shared_prompt_large": lambda vocabulary, shrink: turns(
+        Lengths(1500, 20, 300).shrunk(shrink), 1, tasks=4, vocabulary=vocabulary
+    ),
 }
 """By name, of a vocabulary and a divisor of all lengths. `shared_prompt` has four prompts, so that the optimiser, the
-same for all, is a small part of a step.
+same for all, is a small part of a step. Those for GPUs are `_large`.
 """
 
 
@@ -289,6 +298,8 @@ def measure(mode: str, rows: Sequence[Row], folder: Path, run: Run) -> Measured:
     A step begins with rows and ends with new weights.
     """
     policy = load_policy(ModelConfig.model_validate({"name": str(folder), "dtype": run.dtype, "threads": run.threads}))
+    if mode == "forest":
+        require_fast_path(policy)
     learner = make_learner(policy, mode)
     job = JobConfig(micro_batch_tokens=run.budget)
     learn_directly(learner, lay_out(mode, _warm_up(rows)), job, 0)

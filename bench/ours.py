@@ -24,7 +24,8 @@ from agentjet.recipes.baselines import Grpo
 from agentjet.rendering import Renderer
 from agentjet.timeline.forest import Forest, build_forest, call_row
 from agentjet.types import Conversation, Message, SamplingParams
-from bench.workload import StepTime, Workload, report, reward, synchronise
+from bench.machine import require_fast_path, synchronise
+from bench.workload import StepTime, Workload, report, reward
 from tests.compute.direct import learn_directly
 
 
@@ -34,6 +35,7 @@ def run(workload: Workload, dtype: str) -> dict[str, Any]:
     policy = load_policy(
         ModelConfig.model_validate({"name": workload.model, "dtype": dtype, "threads": workload.threads})
     )
+    require_fast_path(policy)
     policy.end_tokens = frozenset()  # as in every contender: end tokens are ordinary here
     renderer = Renderer(policy.info)
     sampler = ModelSampler(policy, *sampler_limits(policy, SamplerConfig()))

@@ -31,7 +31,7 @@ SHAPES = {"0.5B": (896, 4864, 24, 14, 2, 64), "1.4B": (1536, 8960, 28, 12, 2, 12
 NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 NAMES += ("num_key_value_heads", "head_dim")
 SIZES = {name: dict(zip(NAMES, shape, strict=True)) for name, shape in SHAPES.items()}
-SIZES |= {"tiny": {**IN_MINIATURE, "num_hidden_layers": 2}}
+SIZES |= {"tiny": {**IN_MINIATURE, "num_hidden_layers": 2, "head_dim": 64}}  # vLLM has no narrower heads on a CPU.
 
 EIGHT = {"num_hidden_layers": 8, "hidden_size": 256, "intermediate_size": 768}
 EIGHT |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}

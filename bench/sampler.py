@@ -49,9 +49,9 @@ WORKLOADS = {"8": [SHORT] * 8, "32": [SHORT] * 32, "64": [SHORT] * 64, "mixed": 
 CONTENDERS = ("agentjet", "continuous")
 
 
-def prompts(lengths: list[int]) -> list[list[int]]:
+def prompts(lengths: list[int], seed: int = 0) -> list[list[int]]:
     """Random prompts without a shared prefix, so that prefix caches do not help either side."""
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(seed)
     return [rng.integers(20, 40_000, length).tolist() for length in lengths]
 
 

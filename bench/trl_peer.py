@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from agentjet.compute.model import locate_model
-from bench.workload import StepTime, Workload, report, reward, synchronise
+from bench.machine import synchronise
+from bench.workload import StepTime, Workload, report, reward
 
 NEVER = -1  # An end token that no vocabulary holds
 

@@ -58,14 +58,6 @@ class StepTime:
     sampled_tokens: int
 
 
-def synchronise() -> None:
-    """Waits for the GPU, if there is one."""
-    import torch
-
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
 def reward(text: str) -> float:
     """Share of digits in a completion: fixed, cheap, and different within a group from the first step on."""
     return sum(character.isdigit() for character in text) / max(1, len(text))

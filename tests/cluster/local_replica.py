@@ -231,7 +231,7 @@ def running(python: str, dtype: str, *, lora_rank: int = 0) -> Iterator[Running]
 def raw_logprobs(model: Any, tokens: Sequence[int]) -> Tensor:
     """Returns the log-probabilities [T, V] after each token, by a model of transformers."""
     with torch.inference_mode():
-        logits: Tensor = model(torch.tensor([list(tokens)])).logits[0].float()
+        logits: Tensor = model(torch.tensor([list(tokens)], device=model.device)).logits[0].float()
     return logits.log_softmax(-1)
 
 

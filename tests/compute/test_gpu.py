@@ -5,7 +5,7 @@
    checkpoints from and to one that is not;
 2. the sampler reports the log-probabilities that a plain forward pass on a CPU gives;
 3. the choice of a token under grammars, `top_k` and `top_p` is that of a CPU;
-4. without a GPU, the script that runs these refuses; in miniature it runs every piece on a CPU.
+4. without a GPU, the script that runs these refuses; in miniature every piece runs on a CPU; a slow path ends a bench.
 
 With `GPU_TESTS_DEVICE=cpu` the first three run on a CPU, which shows that they are free of mistakes.
 """
@@ -19,6 +19,8 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,10 +38,13 @@ from agentjet.recipes.registry import make_recipe
 from agentjet.timeline.forest import Row, build_forest, call_row
 from agentjet.types import SamplingParams
 from bench import gpu
+from bench.machine import require_fast_path
+from bench.merge_layouts import WORKLOADS
 from tests.compute.architectures import make_architecture
 from tests.compute.baseline import relative, row_logprobs
 from tests.compute.conftest import choose, make_policy, run, sampled_rows, tokens
 from tests.compute.direct import learn_directly
+from tests.needs import need
 from tests.tiny import make_model
 
 CHOICES = [(1.0, 0, 1.0), (0.7, 5, 1.0), (1.0, 0, 0.8), (1.3, 0, 1.0), (0.0, 0, 1.0), (0.9, 20, 0.9)]
@@ -199,22 +204,61 @@ def test_without_a_gpu_the_script_refuses(
     assert not (tmp_path / "out").exists()
 
 
+PIECES: dict[str, Callable[[dict[str, Any]], bool]] = {
+    "sampler": lambda runs: (
+        " passed" in runs["tests"] and runs["ceilings"]["product_tflop_s"] > 0 and runs["rows_64"]["tokens_s"] > 0
+    ),
+    "vllm": lambda runs: all(run["tokens_s"]["2"] > 0 for run in runs.values()),
+    "learning": lambda runs: all(run["tokens_s"] > 0 for run in runs.values()),
+    "forest": lambda runs: runs["merge"]["recompute"] >= 1 and runs["demo"]["steps"] == 1,
+    "cluster": lambda runs: (
+        all(len(runs[name]["publishes"]) == 3 and runs[name]["mismatch_kl"] < 0.1 for name in ("replica", "colocated"))
+        and runs["colocated_demo"]["steps"] == 1
+    ),
+}
+"""By piece: True for figures of a run that did its work."""
+
+
 @pytest.mark.thorough
-def test_in_miniature_every_piece_runs_on_a_cpu(tmp_path: Path) -> None:
-    """`step` needs TRL, which `make setup` does not install. `ours` runs our side of it."""
-    environment = {**os.environ, "PYTHON": sys.executable}
-    done = subprocess.run(
-        ["bash", str(SCRIPT), "--quick", "--cpu", str(tmp_path)], env=environment, capture_output=True, text=True
-    )
+@pytest.mark.parametrize("piece", gpu.PIECES)
+def test_in_miniature_a_piece_runs_on_a_cpu(piece: str, tmp_path: Path) -> None:
+    if any("{sampler}" in command for _, _, command in gpu.PIECES[piece]):
+        need("vllm")
+    line = ["bash", str(SCRIPT), str(tmp_path), "--small", "--only", piece]
+    done = subprocess.run(line, env={**os.environ, "PYTHON": sys.executable}, capture_output=True, text=True)
     report = json.loads(done.stdout.splitlines()[-1])
     assert report == json.loads((tmp_path / "gpu.json").read_text())
-    if importlib.util.find_spec("trl") is None:
-        step = report["runs"].pop("step")
-        assert step["exit_code"] == 2 and "pip install" in step["result"]
-    runs = {name: run["result"] for name, run in report["runs"].items()}
-    assert {name: run["exit_code"] for name, run in report["runs"].items()} == dict.fromkeys(runs, 0), done.stderr
-    assert " passed" in runs["tests"] and "failed" not in runs["tests"]
-    assert runs["large"]["sampled_tokens_s"] > 0 and runs["large"]["peak_gb"] > 0
-    assert runs["sampler"]["workloads"]["8"]["ratio"] > 0
-    assert runs["ours"]["device"] == "cpu" and runs["merge"]["recompute"] >= 1
-    assert runs["demo"]["steps"] == 1
+    runs = report["pieces"][piece]
+    if importlib.util.find_spec("liger_kernel") is None and (liger := runs.pop("liger_32768", None)):
+        assert liger["exit_code"] == 2 and "pip install liger-kernel" in liger["result"]
+    assert {name: run["exit_code"] for name, run in runs.items()} == dict.fromkeys(runs, 0), done.stderr
+    assert PIECES[piece]({name: run["result"] for name, run in runs.items()}), runs
+
+
+def test_a_piece_fits_into_ten_minutes() -> None:
+    assert all(sum(seconds for _, seconds, _ in piece) <= gpu.PIECE_SECONDS for piece in gpu.PIECES.values())
+    assert set(gpu.WHOLE["forests"].split()) <= set(WORKLOADS)
+
+
+def test_without_vllm_a_contender_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "sampler_python", lambda: None)
+    one = gpu.run(("alone", 1.0, "{sampler} bench.contenders vllm {model}"), tmp_path, 1.0, small=True)
+    assert one["exit_code"] == 2 and "agentjet cluster install" in one["result"]
+
+
+def test_a_slow_path_ends_a_bench_with_a_sentence(
+    folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = make_policy(folder_of("tiny"))
+    sampler = ModelSampler(policy, 8, 8192)
+    require_fast_path(policy, sampler)
+    monkeypatch.setattr(Policy, "device", torch.device("cuda"))
+    for graphs in ({}, {8: None}, {8: object(), 64: None}):
+        monkeypatch.setattr(sampler, "_graphs", SimpleNamespace(_graphs={policy: graphs}))
+        with pytest.raises(SystemExit, match="are not CUDA graphs"):
+            require_fast_path(policy, sampler)
+    monkeypatch.setattr(sampler, "_graphs", SimpleNamespace(_graphs={policy: {8: object()}}))
+    require_fast_path(policy, sampler)
+    monkeypatch.setattr(policy, "learns_forests", False)
+    with pytest.raises(SystemExit, match="does not share prefixes here: install"):
+        require_fast_path(policy)
