@@ -112,6 +112,8 @@ def read_topic(topic: str, settings: Setting | None = None) -> StudyQuestion:
     if len(metrics) > 1 and form not in ("diagnose", "interaction"):
         form = "trade_off"
     varied = _varied(known, numbers, form, settings)
+    if unread and any(one.factor == "job.recipe" and len(one.levels) == 1 for one in varied):  # It asks about another.
+        raise ConfigError(_not_understood(topic, unread))
     metrics = metrics if form == "trade_off" else metrics[-1:]
     needs = {one.factor.name: one.factor.needs for one in known if one.factor.needs}
     named = tuple(dict.fromkeys((*unread, *left_out)))
@@ -311,9 +313,11 @@ def _varied(
             levels[name].append(number)
         elif len(levels[name]) == 1:
             raise ConfigError(f"{name} = {shown_level(number)} is named twice: name two different levels, or one")
+    base = str((settings or {}).get("job.recipe.name", registry.DEFAULT))
     if any(one.factor.name == "own_recipe" for one in known):
         levels.setdefault("job.recipe", [])
-    base = str((settings or {}).get("job.recipe.name", registry.DEFAULT))
+    elif levels.get("job.recipe") == [base] and len(levels) > 1:  # It says where the others are varied.
+        del levels["job.recipe"]
     if (recipes := levels.get("job.recipe")) is not None and (len(recipes) < 2 or base in recipes):
         recipes[:] = [base, *(name for name in recipes if name != base)]
         recipes += [registry.DEFAULT] if recipes == [base] != [registry.DEFAULT] else []
@@ -414,4 +418,7 @@ def _not_understood(topic: str, unread: Sequence[str]) -> str:
         if unread
         else "it names nothing that a study can change"
     )
-    return f"the topic {topic!r} was not understood: {what}. Near ones are {questions}"
+    return (
+        f"the topic {topic!r} was not understood: {what}. Near ones are {questions}. Ask in English and in such words, "
+        "or give a language model (--llm)"
+    )
