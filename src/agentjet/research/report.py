@@ -149,6 +149,8 @@ def read_study(folder: StudyFolder) -> StudyView:
 
 UNTESTED = frozenset({"too_hard", "too_easy", "no_exploration", "ignored_setting", "no_op", "not_a_number"})
 """Causes after which a run shows nothing about its setting."""
+DULL = frozenset({"too_hard", "too_easy", "no_exploration"})
+"""Those of them that say nothing against a difference: the other arm may have had something to learn from."""
 MANY_SEEDS = 20
 """From this number of seeds per arm, a normal mean needs no warning."""
 UNEQUAL = 3.0
@@ -287,14 +289,15 @@ def doubts(found: Finding, hypothesis: Hypothesis, view: StudyView) -> Iterator[
             )
     if flat := [f"“{arm}”" for arm, values in scores.items() if len(values) > 1 and min(values) == max(values)]:
         yield f"All seeds of {' and '.join(flat)} scored the same. Welch's t assumes about normal scores."
+    untested = UNTESTED - DULL if found.verdict in DIRECTIONAL else UNTESTED
     for arm in hypothesis.contrast:
         runs = [one.trial.id for one in view.launched if one.trial.id in found.trials and one.trial.arm == arm]
-        ill = [[d for d in view.log.diagnoses.get(run, []) if d.cause in UNTESTED] for run in runs]
+        ill = [[d for d in view.log.diagnoses.get(run, []) if d.cause in untested] for run in runs]
         first = [diagnoses[0] for diagnoses in ill if diagnoses]
         if 2 * len(first) > len(runs):
             causes = ", ".join(sorted({d.cause.replace("_", " ") for d in first}))
             of_runs = f"{len(first)} of {len(runs)} confirming runs of “{arm}”"
-            yield f"{of_runs} are diagnosed as {causes}: {first[0].meaning}."
+            yield f"{of_runs} are diagnosed as {causes}, so they do not test its setting: {first[0].meaning}."
 
 
 def arm_facts(arm: Arm, view: StudyView) -> Facts:
