@@ -225,7 +225,8 @@ class Campaign:
         study = replace(study, alpha=self.question.alpha_of_topic(self.studies))
         cost = estimate_cost(study)
         while (left := self.runs.left()) < cost.least:
-            needs = f"the study needs {cost.least:.1f} full runs at least, and the budget pays for {left:.1f} more"
+            pays = f"the budget pays for {max(0.0, left):.1f} more"
+            needs = f"the study needs {cost.least:.1f} full runs at least, and {pays}"
             self.runs.end(needs, f"study {number} of the topic")
         study = replace(study, budget=round(min(left, cost.most), 6))
         content = {"study": study.to_json(), "name": study.topic, "commits": commits}
