@@ -66,7 +66,9 @@ class JournalEntry:
 
 
 def locked(file: Path, said: str) -> int:
-    """The descriptor of a lock, until it is closed. Raises `ConfigError` with what is said of another process's."""
+    """The descriptor of a lock, which holds until it is closed. Raises `ConfigError` if another process has it. `said`
+    is the beginning of the message.
+    """
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -178,7 +178,7 @@ def gather(view: StudyView) -> Facts:
         "num_unended": sum(one.outcome is None for one in view.launched),
         "findings": [finding_facts(f"F{n}", hypothesis, view) for n, hypothesis in enumerate(study.hypotheses, 1)],
         "arms": arms,
-        "trials": [trial_facts(one) for one in view.launched],
+        "trials": [trial_facts(one, study.arm(one.trial.arm).code[:12]) for one in view.launched],
         "evaluation_steps": evaluation_steps(view),
         "in_effect": in_effect(view),
         "ledger": {
@@ -214,13 +214,14 @@ def written(value: Value) -> str:
     return re.sub(r"e([+-])0*", r"e\1", f"{value:.10g}") if type(value) is float else str(value)
 
 
-def trial_facts(one: Launched) -> Facts:
+def trial_facts(one: Launched, code: str = "") -> Facts:
+    """`code` is the beginning of the arm's commit, if it is one."""
     outcome = one.outcome
     return {
         **one.trial.to_json(),
         "id": one.trial.id,
         "name": one.name,
-        "setting": setting_text(one.trial.setting),
+        "setting": setting_text(one.trial.setting, code),
         "end": one.end.replace("_", " "),
         "score": one.score,
         "attempts": one.attempts,
@@ -409,8 +410,10 @@ def limitations(view: StudyView, arms: Sequence[Facts]) -> Iterator[str]:
                 f"repeated, so its scores are of episodes that did not fail.{many if plays.share > MANY_FAILED else ''}"
             )
     trials = [one for one in view.launched if one.trial.phase == "confirm"]
-    if ill := sum(one.trial.id in view.log.diagnoses for one in trials):
-        yield f"{ill} of {len(trials)} confirming trials have a diagnosis. Their scores count nevertheless."
+    ill = [view.log.diagnoses[one.trial.id][0].cause for one in trials if one.trial.id in view.log.diagnoses]
+    if ill:
+        causes = ", ".join(f"{number} {cause.replace('_', ' ')}" for cause, number in sorted(Counter(ill).items()))
+        yield f"{len(ill)} of {len(trials)} confirming trials have a diagnosis ({causes}). Their scores count."
     for one in arms:
         if one["unseen"] is not None:
             yield (

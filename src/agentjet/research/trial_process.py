@@ -78,7 +78,7 @@ FEWEST_SWAPPED = 4
 AS_GOOD = 0.9
 """Share of the pay of the hidden values from which a conversation counts as well paid."""
 TOLD_APART = 0.2
-"""Least difference of two scores that is no noise of a judge."""
+"""Least difference of two scores that is more than the noise of a judge."""
 APART = 0.5
 """Least difference of two scores of which one accepts an answer and the other does not."""
 SHOWN = 0.75
@@ -331,8 +331,8 @@ def paid_facts(pairs: Sequence[tuple[float, float]]) -> dict[str, float]:
 
     Rewards may have another scale than the judge, more steps or fewer. So only their order counts. An answer is
     rejected if training pays it no more than one that the judge scores clearly lower, and less than one that the judge
-    scores no higher. The other way round it is overpaid. Rewards that are all equal teach nothing: if the judge tells
-    the answers apart, they reject those above its lowest score, or overpay if they are as high as its best.
+    scores no higher. The other way round it is overpaid. Rewards that are all equal teach nothing. If the judge's
+    scores differ, such rewards reject all answers above its lowest score, or overpay if they are as high as its best.
     """
     if not pairs:
         return {}

@@ -118,7 +118,10 @@ def gather(notebook: Notebook) -> Facts:
         "last": last.number,
         "steps": list(filter(None, (row(entry, untried) for entry in notebook.entries))),
         "runs": [
-            {**trial_facts(Launched(f"R{n}", trial, 1, run)), "arm": names.get(trial.arm, trial.arm[:12])}
+            {
+                **trial_facts(Launched(f"R{n}", trial, 1, run), trial.arm[:12]),
+                "arm": names.get(trial.arm, trial.arm[:12]),
+            }
             for n, (trial, run) in enumerate(runs, 1)
         ],
         "evaluation_steps": evaluation_steps(first),
