@@ -15,12 +15,14 @@ import pytest
 from typer.testing import CliRunner
 
 from agentjet.cli.main import app
-from agentjet.cli.research import line_of
+from agentjet.cli.research import conduct, line_of
+from agentjet.errors import ConfigError
 from agentjet.research.campaign.runs import Budget, Question
 from agentjet.research.campaign.subject_repo import SubjectRepo
-from agentjet.research.journal import DAY, Notebook
-from agentjet.research.models import Outcome
+from agentjet.research.journal import DAY, Notebook, one_start
+from agentjet.research.models import Outcome, Setting
 from tests.research.campaign.subjects import SUBJECT, write_subject
+from tests.research.world import FakeSlot
 
 
 def research(*arguments: object) -> str:
@@ -36,8 +38,8 @@ def research(*arguments: object) -> str:
         (["--topic", " "], "the topic is empty: give the question"),
         (["--topic", "なぜ学習しないのか"], "translate it, or give a language model (--llm)"),
         (["--budget", "nanruns"], "budget = 'nanruns': give hours or full runs"),
-        (["--budget", "1000000000runs"], "runs = 1000000000.0, hours = None: give one of them, more than 0, at most"),
-        (["--budget", "0h"], "budget: runs = None, hours = 0.0: give one of them, more than 0"),
+        (["--budget", "1000000000runs"], "budget = 1e+09 runs: give runs or hours, more than 0, at most 1,000,000"),
+        (["--budget", "0h"], "budget = 0 hours: give runs or hours, more than 0"),
         (["--agent-env", "HOME"], "--agent-env and --agent-url need --agent-cli"),
         (["--agent-cli", "nosuchcmd -p"], "there is no program 'nosuchcmd'"),
         (["--budget", "3runs"], "give 10 runs or more"),
@@ -74,6 +76,10 @@ def research(*arguments: object) -> str:
             "arms differ in it",
         ),
         (["--topic", "Is rloo better?", "--tune", "job.optimizer.lr=0.1"], "give two values or more to choose from"),
+        (
+            ["--topic", "Is rloo better?", "--level", "foo=3"],
+            "--level foo=3: there is no such factor: give a setting of",
+        ),
         (["--sesoi", "0"], "sesoi = 0.0: give a share of the judge's scale, between 0 and 1"),
         (["--subject", "none.toml"], "--subject none.toml: No such file or directory: give a subject.toml"),
     ],
@@ -139,6 +145,15 @@ def test_a_campaign_begins_in_an_empty_folder(tmp_path: Path) -> None:
     for _ in range(2):
         assert "ZeroDivisionError" in research(*given, inside), "a start that failed leaves nothing"
     assert list(inside.iterdir()) == []
+
+
+def test_two_starts_in_one_folder(tmp_path: Path) -> None:
+    subject, out = write_subject(tmp_path / "user"), tmp_path / "c"
+    out.mkdir()
+    given = ("start", "--topic", "Is rloo better?", "--subject", subject, "--budget", "30runs", "--out", out)
+    with one_start(out):
+        assert f"--out {out}: a campaign is being started there by another process" in research(*given)
+    assert "nothing was run; the plan is" in research(*given)
 
 
 def test_a_subject_that_could_not_run_needs_another_folder(tmp_path: Path) -> None:
@@ -238,6 +253,22 @@ def test_a_campaign_without_a_sandbox(tmp_path: Path, monkeypatch: pytest.Monkey
     assert not (tmp_path / "c").exists()
 
 
+def move(run: Path, settings: Setting) -> None:
+    """Moves the folder of the campaign of a run."""
+    folder = run.parent.parent
+    folder.rename(folder.with_name("moved"))
+
+
+def test_a_campaign_whose_folder_is_moved_goes_on_there(tmp_path: Path) -> None:
+    repo = SubjectRepo.create(tmp_path / "c", write_subject(tmp_path / "user"), lambda order: [])
+    question = Question("why?", Budget(runs=20.0), **repo.rules)
+    slots = [FakeSlot(name="moving", before=move), FakeSlot(name="still")]
+    for place, said in (("c", "c was moved or removed .* resume FOLDER"), ("moved", "lost 3 times: still: over")):
+        with pytest.raises(ConfigError, match=said):
+            conduct(tmp_path / place, slots[:1], [], question, unsafe=True)
+        slots.pop(0)
+
+
 def write_campaign(folder: Path, budget: Budget, *kinds: str) -> None:
     """A campaign with its subject, and entries of these kinds after its start."""
     SubjectRepo.create(folder, write_subject(folder.parent / f"{folder.name} user"), lambda order: [])
@@ -259,7 +290,7 @@ def write_campaign(folder: Path, budget: Budget, *kinds: str) -> None:
         ("open", ["budget", "FOLDER"], "Missing option '--add'"),
         ("open", ["budget", "FOLDER", "--add", "many"], "budget = 'many': give hours or full runs"),
         ("open", ["budget", "FOLDER", "--add", ""], "budget = '': give hours or full runs"),
-        ("open", ["budget", "FOLDER", "--add", "0runs"], "give one of them, more than 0"),
+        ("open", ["budget", "FOLDER", "--add", "0runs"], "budget = 0 runs: give runs or hours, more than 0"),
         ("open", ["budget", "FOLDER", "--add=-3runs"], "budget = '-3runs': give hours or full runs"),
         (
             "open",

@@ -172,7 +172,8 @@ def test_a_score_outside_of_the_scale_names_the_way_out(subject: Subject) -> Non
         ([(0.0, 0.3), (0.0, 0.0), (1.0, 1.0)], 0.0, 0.0),  # coarser than the judge
         ([(0.2, 0.0), (0.0, 0.0), (1.0, 1.0)], 0.0, 0.0),  # finer
         ([(1.0, 1.0), (0.6, 0.8), (0.0, 0.0)], 0.0, 0.0),  # not in proportion
-        ([(-1.0, 0.3), (-1.0, 0.0)], 0.0, 0.0),  # nothing is accepted yet
+        ([(-1.0, 0.3), (-1.0, 0.1), (-1.0, 0.0)], 2 / 3, 0.0),  # nothing is paid, and the judge tells them apart
+        ([(-1.0, 0.1), (-1.0, 0.0)], 0.0, 0.0),  # perhaps noise of the judge
         ([(-1.0, 0.8), (-1.0, 0.1), (1.0, 1.0)], 0.0, 0.0),  # only the best is paid
         ([(0.0, 1.0), (0.0, 0.1), (1.0, 1.0)], 1 / 3, 0.0),
         ([(1.0, 1.0), (1.0, 0.0), (0.0, 0.0)], 0.0, 1 / 3),

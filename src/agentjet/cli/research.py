@@ -93,8 +93,8 @@ def report(
     from agentjet.research.campaign.report import build, chapters
     from agentjet.research.journal import Notebook, StudyFolder
 
-    if not is_campaign(folder) or (folder / STUDY).exists():
-        log, more = StudyFolder(folder).log(), {}
+    log, more = StudyFolder(folder).log(), {}
+    if not is_campaign(folder) or log.study is not None:  # A campaign on a topic may end before its study begins.
         if is_campaign(folder):
             with Notebook(folder, writer=False) as notebook:
                 more = chapters(notebook)
@@ -503,7 +503,7 @@ def start(
     from agentjet.research.campaign.planner import GRAMMAR, PlanView, knobs_of, plan_study, question_of
     from agentjet.research.campaign.runs import Budget, Question
     from agentjet.research.campaign.subject_repo import SubjectRepo, read_subject, remove_parts
-    from agentjet.research.journal import StudyFolder
+    from agentjet.research.journal import START, StudyFolder, one_start
     from agentjet.research.models import Study
     from agentjet.research.question import given_levels
     from agentjet.research.report import plan_page
@@ -520,38 +520,38 @@ def start(
         read_topic(topic)  # refused before anything is made
     asked, slots = proposers.of(out, unsafe), servers.slots()
     check_model_name(read_subject(subject).model, f"{subject}: model =")
-    if out.is_dir() and any(out.iterdir()) and not (out / SOURCE).exists():
+    if out.is_dir() and any(path.name != START for path in out.iterdir()) and not (out / SOURCE).exists():
         raise ConfigError(f"--out {out} is not an empty folder: choose another one")
     check_sandbox(unsafe)
     StudyFolder(out).make()
-    remove_parts(out)  # of a start that was killed, or whose plan was not run
-    repo = SubjectRepo.create(out, subject, unsafe=unsafe)
-    question = replace(question, **repo.rules)
-    if asked:
-        typer.echo("asking for a plan, which may take minutes")
-    asked_for = question_of(topic, asked, PlanView.of(repo))
-    if yes and asked and asked_for.planner.startswith(GRAMMAR):
-        raise ConfigError(f"the plan is not a model's but by {asked_for.planner}: see it without --yes")
-    if asked_for.form == "diagnose" and (named := [*levels, *tuned]):
-        raise ConfigError(f"{named[0]}: the question is about causes, not about levels: omit --level and --tune")
-    if asked_for.form == "diagnose":
-        conduct(out, slots, asked, question, unsafe=unsafe)
-        return
-    if asked_for.equal == "episodes":  # The usual amount: that of the subject is the more special one.
-        asked_for = asked_for.model_copy(update={"equal": question.equal})
-    question = replace(question, equal=asked_for.equal)
-    plan = plan_study(question, asked_for, levels, repo, knobs_of(tuned))
-    study = Study.from_json(plan["study"])
-    if servers.server:
-        check_arms(study)
-    page = plan_page(study)
-    write_plan(out, study, page)
-    typer.echo(page)
-    if not yes and not (sys.stdin.isatty() and typer.confirm("Run this plan?")):
-        raise ConfigError(
-            f"nothing was run; the plan is {out / 'plan.md'}: start again with --yes to run it, or ask with other words"
-        )
-    conduct(out, slots, asked, question, plan, unsafe=unsafe)
+    with one_start(out):
+        remove_parts(out)  # of a start that was killed, or whose plan was not run
+        repo = SubjectRepo.create(out, subject, unsafe=unsafe)
+        question = replace(question, **repo.rules)
+        if asked:
+            typer.echo("asking for a plan, which may take minutes")
+        asked_for = question_of(topic, asked, PlanView.of(repo))
+        if yes and asked and asked_for.planner.startswith(GRAMMAR):
+            raise ConfigError(f"the plan is not a model's but by {asked_for.planner}: see it without --yes")
+        if asked_for.form == "diagnose" and (named := [*levels, *tuned]):
+            raise ConfigError(f"{named[0]}: the question is about causes, not about levels: omit --level and --tune")
+        if asked_for.form == "diagnose":
+            conduct(out, slots, asked, question, unsafe=unsafe)
+            return
+        if asked_for.equal == "episodes":  # The usual amount: that of the subject is the more special one.
+            asked_for = asked_for.model_copy(update={"equal": question.equal})
+        question = replace(question, equal=asked_for.equal)
+        plan = plan_study(question, asked_for, levels, repo, knobs_of(tuned))
+        study = Study.from_json(plan["study"])
+        if servers.server:
+            check_arms(study)
+        page = plan_page(study)
+        write_plan(out, study, page)
+        typer.echo(page)
+        if not yes and not (sys.stdin.isatty() and typer.confirm("Run this plan?")):
+            plan_file = f"nothing was run; the plan is {out / 'plan.md'}"
+            raise ConfigError(f"{plan_file}: start again with --yes to run it, or ask with other words")
+        conduct(out, slots, asked, question, plan, unsafe=unsafe)
 
 
 def write_plan(folder: Path, study: Study, page: str) -> None:
@@ -683,12 +683,17 @@ def conduct(
             ):
                 asking = [*proposers, Strategist()]
                 ending = Campaign(asked, notebook, repo, runner, asking, limits=limits, planned=plan).run()
-    except ConfigError as error:
-        raise ConfigError(repo.as_given(str(error))) from None
     except (KeyboardInterrupt, SystemExit) as ended:
         typer.echo(f"interrupted; continue with: {again}", err=True)
         raise typer.Exit(130 if isinstance(ended, KeyboardInterrupt) else 143) from None
-    except OSError as error:
+    except (ConfigError, OSError) as error:
+        if not (repo.folder / SOURCE).exists():  # Then any file seems to be missing, or changed.
+            raise ConfigError(
+                f"{repo.folder} was moved or removed while the campaign ran: continue it where it is now, with "
+                "agentjet research resume FOLDER"
+            ) from error
+        if isinstance(error, ConfigError):
+            raise ConfigError(repo.as_given(str(error))) from None
         raise ConfigError(f"{error.filename or folder}: {error.strerror}; then continue with: {again}") from error
     if ending["score"] is None:
         raise ConfigError(
@@ -716,7 +721,7 @@ def digest(
     day: Annotated[int, Option(min=0, help="At the end of this day since the start; 0: now.")] = 0,
 ) -> None:
     """Print what a campaign tried, found and ruled out, what it does now, and what is spent and left."""
-    if (folder / STUDY).exists():
+    if (folder / STUDY).exists() and not is_campaign(folder):
         raise ConfigError(f"{folder} is a study, and digests are those of campaigns: use agentjet research status")
     print_standing(folder, as_json=False, day=day)
 

@@ -65,6 +65,30 @@ class JournalEntry:
     content: Any
 
 
+def locked(file: Path, said: str) -> int:
+    """The descriptor of a lock, which holds until it is closed. Raises `ConfigError` if another process has it. `said`
+    is the beginning of the message.
+    """
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise ConfigError(f"{said} by another process: wait for its end, or stop it") from None
+    return descriptor
+
+
+@contextmanager
+def one_start(folder: Path) -> Iterator[None]:
+    """Keeps other starts out of the folder of a campaign. Raises `ConfigError`."""
+    descriptor = locked(folder / START, f"--out {folder}: a campaign is being started there")
+    try:
+        yield
+    finally:
+        (folder / START).unlink(missing_ok=True)
+        os.close(descriptor)
+
+
 class StudyJournal:
     """Entries in order, in one SQLite file or in memory. A context manager with one writer."""
 
@@ -98,11 +122,7 @@ class StudyJournal:
 
     def _opened(self, file: Path) -> sqlite3.Connection:
         file.parent.mkdir(parents=True, exist_ok=True)
-        self._lock = os.open(file.with_name(f"{file.name}.lock"), os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(f"{file} is being written by another process: wait for its end, or stop it") from None
+        self._lock = locked(file.with_name(f"{file.name}.lock"), f"{file} is being written")
         connection = database.connect(file, any_thread=True)
         database.check_tables(connection, SCHEMA, file)  # Before a trigger of another file can run.
         connection.executescript("PRAGMA journal_mode = WAL; PRAGMA synchronous = FULL;" + SCHEMA)
@@ -333,6 +353,8 @@ class StudyFolder:
 # ---- campaigns ------------------------------------------------------------------------------------------------------
 
 NOTEBOOK = "notebook.sqlite"
+START = "start.lock"
+"""A file that a killed start leaves."""
 INBOX = "inbox"
 DECIDED = "all claims are decided"
 """Reason for the end of a topic without open claims."""

@@ -215,6 +215,9 @@ def value_in(settings: Setting, name: str) -> Value | None:
 # ---- the check of a question -----------------------------------------------------------------------------------------
 
 
+NO_FACTOR = (
+    "there is no such factor: give a setting of a job, such as job.temperature, or one that docs/campaigns.md lists"
+)
 EMPTY = "the topic is empty: give the question, such as 'Does a KL penalty help?'"
 
 
@@ -238,7 +241,7 @@ def checked(
     names = [one.factor for one in question.varied]
     for name in (*names, *question.needs):
         if name not in factors():
-            raise ConfigError(f"{name}: {did_you_mean(name, factors(), 'there is no such factor', separator='.')}")
+            raise ConfigError(f"{name}: {did_you_mean(name, factors(), NO_FACTOR, separator='.')}")
         if why := factors()[name].refused:
             raise ConfigError(f"the topic {question.topic!r} asks about {name}: {why}")
         refuse(name in question.needs and not factors()[name].needs, f"needs: {name} is set by a study: give levels")
@@ -419,9 +422,7 @@ def given_levels(options: Sequence[str], named: str = "--level") -> dict[str, li
         name, equals, text = option.partition("=")
         refuse(not equals or not text, f"{named} {option}: give FACTOR=VALUE, such as steps=80")
         if name not in factors():
-            raise ConfigError(
-                f"{named} {option}: {did_you_mean(name, factors(), 'there is no such factor', separator='.')}"
-            )
+            raise ConfigError(f"{named} {option}: {did_you_mean(name, factors(), NO_FACTOR, separator='.')}")
         found.setdefault(name, []).append(parse_value(text))
     return found
 

@@ -149,6 +149,8 @@ def read_study(folder: StudyFolder) -> StudyView:
 
 UNTESTED = frozenset({"too_hard", "too_easy", "no_exploration", "ignored_setting", "no_op", "not_a_number"})
 """Causes after which a run shows nothing about its setting."""
+DULL = frozenset({"too_hard", "too_easy", "no_exploration"})
+"""Those of them that say nothing against a difference: the other arm may have had something to learn from."""
 MANY_SEEDS = 20
 """From this number of seeds per arm, a normal mean needs no warning."""
 UNEQUAL = 3.0
@@ -176,7 +178,7 @@ def gather(view: StudyView) -> Facts:
         "num_unended": sum(one.outcome is None for one in view.launched),
         "findings": [finding_facts(f"F{n}", hypothesis, view) for n, hypothesis in enumerate(study.hypotheses, 1)],
         "arms": arms,
-        "trials": [trial_facts(one) for one in view.launched],
+        "trials": [trial_facts(one, study.arm(one.trial.arm).code[:12]) for one in view.launched],
         "evaluation_steps": evaluation_steps(view),
         "in_effect": in_effect(view),
         "ledger": {
@@ -212,13 +214,14 @@ def written(value: Value) -> str:
     return re.sub(r"e([+-])0*", r"e\1", f"{value:.10g}") if type(value) is float else str(value)
 
 
-def trial_facts(one: Launched) -> Facts:
+def trial_facts(one: Launched, code: str = "") -> Facts:
+    """`code` is the beginning of the arm's commit, if it is one."""
     outcome = one.outcome
     return {
         **one.trial.to_json(),
         "id": one.trial.id,
         "name": one.name,
-        "setting": setting_text(one.trial.setting),
+        "setting": setting_text(one.trial.setting, code),
         "end": one.end.replace("_", " "),
         "score": one.score,
         "attempts": one.attempts,
@@ -287,14 +290,15 @@ def doubts(found: Finding, hypothesis: Hypothesis, view: StudyView) -> Iterator[
             )
     if flat := [f"“{arm}”" for arm, values in scores.items() if len(values) > 1 and min(values) == max(values)]:
         yield f"All seeds of {' and '.join(flat)} scored the same. Welch's t assumes about normal scores."
+    untested = UNTESTED - DULL if found.verdict in DIRECTIONAL else UNTESTED
     for arm in hypothesis.contrast:
         runs = [one.trial.id for one in view.launched if one.trial.id in found.trials and one.trial.arm == arm]
-        ill = [[d for d in view.log.diagnoses.get(run, []) if d.cause in UNTESTED] for run in runs]
+        ill = [[d for d in view.log.diagnoses.get(run, []) if d.cause in untested] for run in runs]
         first = [diagnoses[0] for diagnoses in ill if diagnoses]
         if 2 * len(first) > len(runs):
             causes = ", ".join(sorted({d.cause.replace("_", " ") for d in first}))
             of_runs = f"{len(first)} of {len(runs)} confirming runs of “{arm}”"
-            yield f"{of_runs} are diagnosed as {causes}: {first[0].meaning}."
+            yield f"{of_runs} are diagnosed as {causes}, so they do not test its setting: {first[0].meaning}."
 
 
 def arm_facts(arm: Arm, view: StudyView) -> Facts:
@@ -406,8 +410,10 @@ def limitations(view: StudyView, arms: Sequence[Facts]) -> Iterator[str]:
                 f"repeated, so its scores are of episodes that did not fail.{many if plays.share > MANY_FAILED else ''}"
             )
     trials = [one for one in view.launched if one.trial.phase == "confirm"]
-    if ill := sum(one.trial.id in view.log.diagnoses for one in trials):
-        yield f"{ill} of {len(trials)} confirming trials have a diagnosis. Their scores count nevertheless."
+    ill = [view.log.diagnoses[one.trial.id][0].cause for one in trials if one.trial.id in view.log.diagnoses]
+    if ill:
+        causes = ", ".join(f"{number} {cause.replace('_', ' ')}" for cause, number in sorted(Counter(ill).items()))
+        yield f"{len(ill)} of {len(trials)} confirming trials have a diagnosis ({causes}). Their scores count."
     for one in arms:
         if one["unseen"] is not None:
             yield (

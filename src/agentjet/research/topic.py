@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
 from agentjet.errors import ConfigError
 from agentjet.recipes import registry
-from agentjet.research.models import Equal, Metric, Setting, Value, refuse
+from agentjet.research.models import Metric, Setting, Value, refuse
 from agentjet.research.question import (
     EMPTY,
     MOST_ARMS,
@@ -31,13 +31,6 @@ from agentjet.research.question import (
     shown_level,
     value_in,
 )
-
-EQUAL: Mapping[str, Equal] = {
-    "token": "tokens",
-    "episode": "episodes",
-    "step": "steps",
-    **dict.fromkeys(("second", "time", "hour", "minute", "wall clock"), "seconds"),
-}
 
 
 @cache
@@ -73,7 +66,9 @@ def read_topic(topic: str, settings: Setting | None = None) -> StudyQuestion:
         raise ConfigError(f"the topic {topic!r} is not in English: translate it, or give a language model (--llm)")
     text = f" {' '.join(words)} "
     amount = _pattern("amounts").search(text)
-    amounts = {EQUAL[next(filter(None, found.groups()))] for found in _pattern("amounts").finditer(text)}
+    amounts = {
+        factor_table()["equal"][next(filter(None, found.groups()))] for found in _pattern("amounts").finditer(text)
+    }
     if len(amounts) > 1:
         raise ConfigError(f"the topic {topic!r} holds {' and '.join(sorted(amounts))} equal: keep one of them")
     known, used = _named([*words] if amount is None else _without(words, text, amount))
@@ -100,7 +95,7 @@ def read_topic(topic: str, settings: Setting | None = None) -> StudyQuestion:
             "the effect of one depends on the other"
         )
     has_levels = form != "diagnose" and any(one.factor.ordered and one.level is None for one in known)
-    if has_levels and (odd := ODD_NUMBER.search(topic.lower().replace("−", "-"))):
+    if has_levels and (odd := _pattern("odd_numbers").search(topic.lower().replace("−", "-"))):
         raise ConfigError(
             f"the topic {topic!r} has {odd[0].strip()!r}, which is no plain number: write numbers such as 0.05, 1e-5 "
             "or 4000, with a blank between them; shares of the tasks are given by --level tasks.number=1/4"
@@ -112,6 +107,8 @@ def read_topic(topic: str, settings: Setting | None = None) -> StudyQuestion:
     if len(metrics) > 1 and form not in ("diagnose", "interaction"):
         form = "trade_off"
     varied = _varied(known, numbers, form, settings)
+    if unread and any(one.factor == "job.recipe" and len(one.levels) == 1 for one in varied):  # It asks about another.
+        raise ConfigError(_not_understood(topic, unread))
     metrics = metrics if form == "trade_off" else metrics[-1:]
     needs = {one.factor.name: one.factor.needs for one in known if one.factor.needs}
     named = tuple(dict.fromkeys((*unread, *left_out)))
@@ -121,16 +118,10 @@ def read_topic(topic: str, settings: Setting | None = None) -> StudyQuestion:
     return checked(asked if form != "diagnose" else asked.model_copy(update={"metrics": ("score",), "needs": {}}))
 
 
-CLAUSES = re.compile(
-    r"(?<!e\.g)(?<!i\.e)(?<!\bvs)[?.;!]\s+|,?\s+(?:and|then)\s+(?=(?:which|how|does|do|should|is|are|can|test|check|what|whether|if)\b)",
-    re.IGNORECASE,
-)
-
-
 def _questions(topic: str) -> list[str]:
     """Returns the clauses of a topic that are about different things."""
     found: list[tuple[str, set[str]]] = []
-    for clause in filter(None, CLAUSES.split(topic)):
+    for clause in filter(None, _pattern("clauses").split(topic)):
         names = {one.factor.name for one in _named(_words(clause))[0] if not one.is_time}
         if names and not any(names & known for _, known in found):
             found.append((clause.strip(" ?.;!"), names))
@@ -143,21 +134,6 @@ def _fillers() -> frozenset[str]:
     return frozenset(_words(factor_table()["fillers"]))
 
 
-WORD = re.compile(r"\d+(?:\.\d+)?b\b|\d+(?:\.\d+)?(?:e[+-]?\d+)?|[^\W\d_][\w+-]*")
-ODD_NUMBER = re.compile(
-    r"[\d.]+\s?(?:%|percent\b|‰)|[\d.]*\d[kmx]\b"  # Units.
-    r"|\S*\d(?:\^|\*\*|\s?[·×*⋅]\s?10\b)\S*"  # Powers.
-    r"|(?<![\d/.,])\d+[/,]\d+(?![\d/.,e])|\b\d{1,3}(?:,\d{3})+(?![\d,])"  # One or two?
-    r"|(?<![\d.])\.\d+|\d+\.\d+\.\d+|\d['_]\d+|(?<![\w.+-])0\d+|(?<![\w.)])-\d[\w.-]*|\d+e\+?\d{3,}",
-    re.ASCII,
-)
-"""Numbers with a unit, a power or a sign, and those that could be two."""
-
-
-POWERS = r"\b(?:in )?powers? of (?:two|2)\b|\b(?:repeatedly )?doubl(?:ing|ed)(?: repeatedly)?\b"
-RANGE = re.compile(r"\b(\d+) (?:up )?to (\d+)\b", re.ASCII)
-
-
 def _doubled(first: int, last: int) -> str:
     """The numbers from one to another, each twice the one before."""
     return " ".join(str(first * 2**power) for power in range(MOST_ARMS) if first * 2**power <= last)
@@ -166,11 +142,12 @@ def _doubled(first: int, last: int) -> str:
 def _words(topic: str) -> list[str]:
     """Returns the words in lower case and in the singular."""
     plain = re.sub(r"(?<=[a-z])[-/](?=[a-z])", " ", topic.lower().replace("×", " x ").replace("'s", ""))
-    if re.search(POWERS, plain):
-        plain = RANGE.sub(lambda found: _doubled(int(found[1]), int(found[2])), re.sub(POWERS, "", plain))
+    if (powers := _pattern("powers")).search(plain):
+        row = _pattern("ranges")
+        plain = row.sub(lambda found: _doubled(int(found[1]), int(found[2])), powers.sub("", plain))
     plain = re.sub(r"\b(?:job|model)\.(?:[a-z]+\.)*(?=[a-z])|_", " ", plain)
     plain = re.sub(r"-(?=\d+(?:\.\d+)?b\b)", " ", plain.replace("dr. ", "dr "))
-    return [_stem(word) for word in WORD.findall(plain)]
+    return [_stem(word) for word in _pattern("words").findall(plain)]
 
 
 def _stem(word: str) -> str:
@@ -243,24 +220,21 @@ def _numbers(
     that they follow, else to the next. Amounts of other things (`20 steps`, `3 times`) are left out.
     """
     ordered = [one for one in known if one.factor.ordered and one.level is None]
+    units, relative = factor_table()["units"], factor_table()["relative"]
     found: list[tuple[str, int | float]] = []
     left_out: list[str] = []
     for row in _rows(words):
         at, number = row[0][0], row[-1][0]
         after = words[number + 1] if number + 1 < len(words) else ""
         nearest = min(ordered, key=lambda one: _distance(one, at, number), default=None)
-        is_other = after in UNITS and number + 1 not in used and nearest and not _is_unit(after, nearest.factor)
-        if nearest is None or is_other or after in RELATIVE:
+        is_other = after in units and number + 1 not in used and nearest and not _is_unit(after, nearest.factor)
+        if nearest is None or is_other or after in relative:
             left_out += [
-                f"{words[place]} {after}" if after in (*UNITS, *RELATIVE) else words[place] for place, _ in row
+                f"{words[place]} {after}" if after in (*units, *relative) else words[place] for place, _ in row
             ]
         else:
             found += [(nearest.factor.name, value) for _, value in row]
     return found, left_out
-
-
-UNITS = ("step", "batch", "episode", "task", "token", "turn", "epoch", "run", "gpu", "hour", "minute", "second", "day")
-RELATIVE = ("time", "fold", "more", "fewer")
 
 
 def _distance(one: Read, first: int, last: int) -> tuple[bool, int]:
@@ -311,9 +285,11 @@ def _varied(
             levels[name].append(number)
         elif len(levels[name]) == 1:
             raise ConfigError(f"{name} = {shown_level(number)} is named twice: name two different levels, or one")
+    base = str((settings or {}).get("job.recipe.name", registry.DEFAULT))
     if any(one.factor.name == "own_recipe" for one in known):
         levels.setdefault("job.recipe", [])
-    base = str((settings or {}).get("job.recipe.name", registry.DEFAULT))
+    elif levels.get("job.recipe") == [base] and len(levels) > 1:  # It says where the others are varied.
+        del levels["job.recipe"]
     if (recipes := levels.get("job.recipe")) is not None and (len(recipes) < 2 or base in recipes):
         recipes[:] = [base, *(name for name in recipes if name != base)]
         recipes += [registry.DEFAULT] if recipes == [base] != [registry.DEFAULT] else []
@@ -364,17 +340,13 @@ def _form(form: Form, varied: Sequence[Varied], num_numbers: int, text: str) -> 
         return "robustness"
     if len(names) > 1:
         return "interaction"
-    if form == "scaling" and names[0] in SCALES:
+    if form == "scaling" and names[0] in factor_table()["scales"]:
         return form
     if factors()[names[0]].ordered and num_numbers != 2:
         asks_whether = form != "dose_response" and _pattern("switches").search(text) is not None
         is_switch = asks_whether and not num_numbers
         return "compare" if is_switch else "dose_response"
     return "compare"
-
-
-SCALES = ("steps", "tasks.number", "model", "job.batch_size", "job.group_size")
-"""Factors along which a result may grow."""
 
 
 def _metrics(text: str, form: Form, known: Sequence[Read]) -> tuple[Metric, ...]:
@@ -414,4 +386,7 @@ def _not_understood(topic: str, unread: Sequence[str]) -> str:
         if unread
         else "it names nothing that a study can change"
     )
-    return f"the topic {topic!r} was not understood: {what}. Near ones are {questions}"
+    return (
+        f"the topic {topic!r} was not understood: {what}. Near ones are {questions}. Ask in English and in such words, "
+        "or give a language model (--llm)"
+    )

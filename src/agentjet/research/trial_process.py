@@ -77,6 +77,8 @@ FEWEST_SWAPPED = 4
 """Fewest swapped conversations that tell of the judge."""
 AS_GOOD = 0.9
 """Share of the pay of the hidden values from which a conversation counts as well paid."""
+TOLD_APART = 0.2
+"""Least difference of two scores that is more than the noise of a judge."""
 APART = 0.5
 """Least difference of two scores of which one accepts an answer and the other does not."""
 SHOWN = 0.75
@@ -329,8 +331,8 @@ def paid_facts(pairs: Sequence[tuple[float, float]]) -> dict[str, float]:
 
     Rewards may have another scale than the judge, more steps or fewer. So only their order counts. An answer is
     rejected if training pays it no more than one that the judge scores clearly lower, and less than one that the judge
-    scores no higher. The other way round it is overpaid. Rewards that are all equal reject what the judge scores well,
-    or overpay if they are as high as its best score.
+    scores no higher. The other way round it is overpaid. Rewards that are all equal teach nothing. If the judge's
+    scores differ, such rewards reject all answers above its lowest score, or overpay if they are as high as its best.
     """
     if not pairs:
         return {}
@@ -340,7 +342,8 @@ def paid_facts(pairs: Sequence[tuple[float, float]]) -> dict[str, float]:
     rejected, overpaid = (against.any(axis) & inverted.any(axis) for axis in (1, 0))
     if not np.ptp(rewards):
         pays = rewards[0] >= judged.max()
-        rejected, overpaid = against.any(1) & (judged >= AS_GOOD) & (not pays), against.any(0) & pays
+        rejected = (judged > judged.min() + OVER) & (np.ptp(judged) >= TOLD_APART) & (not pays)
+        overpaid = against.any(0) & pays
     return {
         "training_reward": float(rewards.mean()),
         "judged_reward": float(judged.mean()),

@@ -163,8 +163,14 @@ def test_a_study_that_cannot_begin(topic: str, said: str) -> None:
 
 
 def test_hours_that_cannot_pay_for_the_study_end_it(tmp_path: Path) -> None:
-    done, _ = campaign(tmp_path, "Temperature 1 or 1.3?", FormulaRunner(HEALTHY, hotter), Budget(hours=0.002))
-    assert "the study needs 8.0 full runs at least" in done["reason"]
+    done, _ = campaign(tmp_path, "Temperature 1 or 1.3?", FormulaRunner(HEALTHY, hotter), Budget(hours=0.0001))
+    assert done["reason"] == "the study needs 8.0 full runs at least, and the budget pays for 0.0 more"
+    run("research", "report", str(tmp_path))
+    markdown = (tmp_path / "report.md").read_text(encoding="utf-8")
+    assert (
+        "The study of the topic has not begun; the score of the subject is" in markdown and done["reason"] in markdown
+    )
+    assert "## Method" not in markdown and "at equal episodes. The metric is" in markdown
 
 
 def test_the_place_of_a_model_changes_no_seed() -> None:
@@ -192,6 +198,7 @@ def test_the_report_of_a_topic_has_what_people_and_planners_did(tmp_path: Path) 
         hours = notebook.of("ended")[0].content["spent"]["hours"]
         assert notebook.spending()["hours"] == pytest.approx(hours) and hours > 0.5, "the plan's hours count"
         assert {"temperature 1", "temperature 1.3"} <= notebook.names()
+    assert "all claims are decided" in run("research", "digest", str(tmp_path))
     run("research", "report", str(tmp_path))
     markdown = (tmp_path / "report.md").read_text(encoding="utf-8")
     assert f"campaign:* only \\*warm\\* ones (\\#{note.number})" in markdown

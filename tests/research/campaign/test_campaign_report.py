@@ -57,6 +57,31 @@ def test_the_report_of_a_mended_subject(tmp_path: Path) -> None:
             assert len(runs) == 8 and all(run in markdown for run in runs), "each run has its seed and its curve"
 
 
+def test_the_amounts_of_arms_are_those_of_their_runs(tmp_path: Path) -> None:
+    """Longer answers cost tokens at equal episodes."""
+
+    class Counted(FormulaRunner):
+        def collect(self, key: str) -> Outcome:
+            run = super().collect(key)
+            counts = {"batch/episodes": (8.0,) * 6, "batch/sampled_tokens": (run.settings["job.max_tokens"],) * 6}
+            return replace(run, signals={**run.signals, **counts})
+
+    with Notebook(tmp_path, now=lambda: 0.0) as notebook:
+        run_campaign(notebook, Counted(Commits()), 40.0)
+    markdown = build(tmp_path)[0].read_text(encoding="utf-8")
+    assert "| base | 48 | 60 | – |" in markdown and "| changed | 48 | 240 | – |" in markdown
+
+
+def test_a_remedy_that_helps_twice_has_two_names(tmp_path: Path) -> None:
+    """Answers need 16 times as many tokens, and the remedy allows four times as many."""
+    runner = FormulaRunner(Commits(), lambda settings: truncating({"job.max_tokens": settings["job.max_tokens"] / 5}))
+    with Notebook(tmp_path, now=lambda: 0.0) as notebook:
+        run_campaign(notebook, runner, 60.0)
+    markdown = build(tmp_path)[0].read_text(encoding="utf-8")
+    assert "with “longer answers” and “longer answers (2)”, confirmed with fresh seeds" in markdown
+    assert "### longer answers (2): supported" in markdown
+
+
 def test_a_campaign_that_is_at_work(tmp_path: Path) -> None:
     conducted(tmp_path / "whole")
     with Notebook(tmp_path / "whole", writer=False) as whole, Notebook(tmp_path / "part") as part:

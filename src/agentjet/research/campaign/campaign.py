@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib.resources import files as package_files
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -65,7 +65,7 @@ from agentjet.research.models import (
 )
 from agentjet.research.question import answer
 from agentjet.research.report import StudyView, plan_page
-from agentjet.research.scheduler import DIRECTIONAL, TrialLauncher, TrialRunner, amount, conduct, estimate_cost
+from agentjet.research.scheduler import AMOUNTS, DIRECTIONAL, TrialLauncher, TrialRunner, amount, conduct, estimate_cost
 from agentjet.research.statistics import variance
 
 # ---- the campaign ----------------------------------------------------------------------------------------------------
@@ -225,7 +225,8 @@ class Campaign:
         study = replace(study, alpha=self.question.alpha_of_topic(self.studies))
         cost = estimate_cost(study)
         while (left := self.runs.left()) < cost.least:
-            needs = f"the study needs {cost.least:.1f} full runs at least, and the budget pays for {left:.1f} more"
+            pays = f"the budget pays for {max(0.0, left):.1f} more"
+            needs = f"the study needs {cost.least:.1f} full runs at least, and {pays}"
             self.runs.end(needs, f"study {number} of the topic")
         study = replace(study, budget=round(min(left, cost.most), 6))
         content = {"study": study.to_json(), "name": study.topic, "commits": commits}
@@ -769,14 +770,15 @@ def spread_of(studies: Sequence[Sequence[float]]) -> float:
     return round(math.sqrt(total / degrees), 9) if degrees else 0.0
 
 
-KEPT_SIGNALS = (PLAYS, FAILED)
-
-
 def kept(entry: JournalEntry) -> Any:
-    """An entry of a study's log for the notebook: without what a report does not print."""
+    """An entry of a study's log for the notebook: without what a report does not print. Amounts are one sum each."""
     if entry.kind != "outcome":
         return entry.content
-    signals = {name: values for name, values in entry.content["signals"].items() if name in KEPT_SIGNALS}
+    reported = entry.content["signals"]
+    signals = {name: reported[name] for name in (PLAYS, FAILED) if name in reported}
+    signals |= {
+        name: [math.fsum(filter(None, reported[name]))] for name in chain(*AMOUNTS.values()) if name in reported
+    }
     return {**entry.content, "signals": signals, "settings": {}, "transcripts": [], "by_task": {}}
 
 

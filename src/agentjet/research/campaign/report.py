@@ -87,7 +87,8 @@ def gather(notebook: Notebook) -> Facts:
     views = [
         (entry, *learned_by(entry, notebook)) for entry in notebook.of("study", "ablation") if "commit" in entry.content
     ]
-    studies = [study(*of, notebook) for of in views]
+    titles = numbered({entry.content["commit"]: entry.content["name"] for entry, _, _ in views})
+    studies = [study(*of, titles[of[0].content["commit"]], notebook) for of in views]
     in_studies = [one for _, _, view in views for of_trial in view.log.outcomes.values() for one in of_trial]
     accepted = [each for each in studies if each["accepted"]]
     base = accepted[-1]["commit"] if accepted else started.content["first"]
@@ -101,10 +102,11 @@ def gather(notebook: Notebook) -> Facts:
         "rules": started.content.get("rules"),
         "twice": any(entry.content["why"] == AGAIN for entry in observed),
         "asks": started.content["asks"],
+        "planned": bool(started.content.get("planned")),
         **chapters(notebook),
         "subject": {**subject(first.content["outcome"]), "commit": started.content["first"]},
         "budget": budget(notebook),
-        "answer": answer(studies, first, reason, question["sesoi"]),
+        "answer": answer(studies, first, reason, question["sesoi"], bool(started.content.get("planned"))),
         "promising": PROMISING * question["sesoi"],
         "worth": WORTH,
         "ended": reason,
@@ -116,7 +118,10 @@ def gather(notebook: Notebook) -> Facts:
         "last": last.number,
         "steps": list(filter(None, (row(entry, untried) for entry in notebook.entries))),
         "runs": [
-            {**trial_facts(Launched(f"R{n}", trial, 1, run)), "arm": names.get(trial.arm, trial.arm[:12])}
+            {
+                **trial_facts(Launched(f"R{n}", trial, 1, run), trial.arm[:12]),
+                "arm": names.get(trial.arm, trial.arm[:12]),
+            }
             for n, (trial, run) in enumerate(runs, 1)
         ],
         "evaluation_steps": evaluation_steps(first),
@@ -195,18 +200,27 @@ def budget(notebook: Notebook) -> str:
     return ", ".join([f"{given:g} {unit}", *more])
 
 
-def study(fixed: JournalEntry, learned: JournalEntry | None, view: StudyView, notebook: Notebook) -> Facts:
-    """The facts of a study, those of the change that it is about, and what was learned from it."""
+def numbered(names: Mapping[str, str]) -> dict[str, str]:
+    """The names of commits. One that stands again gets a number, because a remedy may help twice."""
+    found = dict[str, str]()
+    for commit, name in names.items():
+        again = sum(names[other] == name for other in found)
+        found[commit] = f"{name} ({again + 1})" if again else name
+    return found
+
+
+def study(fixed: JournalEntry, learned: JournalEntry | None, view: StudyView, name: str, notebook: Notebook) -> Facts:
+    """The facts of a study, those of the change with this name that it is about, and what was learned from it."""
     of_change = [e for e in notebook.of("hypothesis") if e.content["commit"] == fixed.content["commit"]]
     change, found = of_change[0].content, learned.content if learned else {}
     apart = next((e.content for e in notebook.of("parts") if e.number in fixed.because), None)
     facts = report.gather(view)
     if apart is None:  # The claim of a change repeats what its proposer predicts, which may be more than was compared.
         for each in facts["findings"]:
-            each["claim"] = f"{fixed.content['name']}: a higher score than the base"
+            each["claim"] = f"{name}: a higher score than the base"
     return {
         **facts,
-        "name": fixed.content["name"] if apart is None else f"the parts of {fixed.content['name']}",
+        "name": name if apart is None else f"the parts of {name}",
         "commit": fixed.content["commit"],
         "is_whole": apart is None,
         "inseparable": apart["inseparable"] if apart else {},
@@ -229,8 +243,10 @@ def model_card(facts: Facts, run: Mapping[str, Any]) -> str:
     return report.markdown("card.md.jinja", {**facts, "one": one, "run": run, "arm": one["arms"][1]})
 
 
-def answer(studies: Sequence[Facts], first: JournalEntry, reason: str, sesoi: float) -> tuple[str, str]:
-    """Two sentences: what raised the score, and what stays open. `reason` is that of the end; empty before it."""
+def answer(studies: Sequence[Facts], first: JournalEntry, reason: str, sesoi: float, planned: bool) -> tuple[str, str]:
+    """Two sentences: what raised the score, and what stays open. `reason` is that of the end; empty before it.
+    `planned`: the topic has a study, which has not begun.
+    """
     accepted, score = [each for each in studies if each["accepted"]], first.content["outcome"]["score"]
     if accepted:
         before, after = accepted[0], accepted[-1]
@@ -239,6 +255,8 @@ def answer(studies: Sequence[Facts], first: JournalEntry, reason: str, sesoi: fl
             f"{number(after['arms'][1]['mean'])} (#{after['entry']}) with "
             f"{' and '.join(quoted(each['name']) for each in accepted)}, confirmed with fresh seeds."
         )
+    elif planned:
+        found = f"The study of the topic has not begun; the score of the subject is {number(score)} (#{first.number})."
     elif not reason:
         found = f"No change is confirmed yet; the score is {number(score)} (#{first.number})."
     else:

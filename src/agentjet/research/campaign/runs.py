@@ -67,10 +67,10 @@ class Budget(Record):
     hours: float | None = None
 
     def __post_init__(self) -> None:
-        given = [value for value in (self.runs, self.hours) if value is not None]
-        wrong = len(given) != 1 or not 0 < given[0] <= MAX_BUDGET
-        shown = f"budget: runs = {self.runs}, hours = {self.hours}"
-        refuse(wrong, f"{shown}: give one of them, more than 0, at most {MAX_BUDGET:,}")
+        given = {unit: amount for unit in ("runs", "hours") if (amount := getattr(self, unit)) is not None}
+        wrong = len(given) != 1 or not all(0 < amount <= MAX_BUDGET for amount in given.values())
+        shown = " and ".join(f"{amount:g} {unit}" for unit, amount in given.items()) or "nothing"
+        refuse(wrong, f"budget = {shown}: give runs or hours, more than 0, at most {MAX_BUDGET:,}")
 
     @classmethod
     def parse(cls, text: str) -> Budget:
