@@ -285,6 +285,8 @@ class Front:
             await known.close()
 
     async def _drained(self, run: str) -> None:
+        async with self._opening:  # A state that was sent before is applied, too, if it waits for another run.
+            pass
         await self._runs[run].drained()
 
     async def _finish(self, run: str, episode_id: str) -> CallCounts | None:

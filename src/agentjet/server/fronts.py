@@ -30,7 +30,7 @@ from agentjet.front.process import SOCKET, FrontReport, FrontSettings, RunReport
 from agentjet.front.segment import front_of
 from agentjet.processes.guardian import Launch
 from agentjet.processes.rpc import Peer
-from agentjet.processes.supervisor import LocalPlacement, Supervisor
+from agentjet.processes.supervisor import LocalPlacement, Supervisor, Watchdog, first_of
 from agentjet.protocol import FrontView
 from agentjet.server.run_policies import RunPolicies
 from agentjet.swarm import EpisodeRecord, Journal, SwarmState
@@ -218,7 +218,7 @@ class Fronts:
             await asyncio.sleep(delay)
 
     async def _serve(self, handle: FrontHandle) -> None:
-        """Starts a process and reads its reports until it ends. Raises `WorkerDied`, or `TimeoutError` if it hangs."""
+        """Starts a process and reads its reports until it ends or hangs. Raises `WorkerDied`, or `TimeoutError`."""
         assert self._supervisor is not None
         name = f"front-{handle.index}"
         number = handle.listener.fileno()
@@ -231,17 +231,31 @@ class Fronts:
         settings = FrontSettings(handle.index, addresses, self._config, self._clock() - time.monotonic())
         async with asyncio.timeout(HUNG_SECONDS * 3):
             await peer.ask("begin", None, settings)
-            for run in self.runs.values():
-                await peer.ask("open", None, *run.opening())
-            for policy in self._compute.policies:
+            for run in list(self.runs.values()):  # Runs and policies come and go meanwhile: all fronts are told.
+                if run in self.runs.values():
+                    await peer.ask("open", None, *run.opening())
+            for policy in list(self._compute.policies):
                 await peer.ask("replicas", None, self._compute.replicas(policy))
             await peer.ask("listen", None)
         handle.reported = time.monotonic()
         handle.ready.set()
+        reading = asyncio.create_task(self._read_reports(handle, peer))
+        hang = asyncio.create_task(Watchdog(HUNG_SECONDS).hang(lambda: peer.num_messages, lambda: bool(peer.pending)))
+        try:
+            await first_of(reading, hang)
+            if not reading.done():
+                raise WorkerDied(f"{name} sent nothing for {HUNG_SECONDS:g} s")
+            reading.result()
+        finally:
+            reading.cancel()
+            hang.cancel()
+            await asyncio.gather(reading, hang, return_exceptions=True)
+
+    async def _read_reports(self, handle: FrontHandle, peer: Peer) -> None:
+        """Raises `WorkerDied` when the process ends."""
         used = 0.0
         while True:
-            async with asyncio.timeout(HUNG_SECONDS):
-                report: FrontReport = await peer.ask("report", None, self._compute.others(handle.index))
+            report: FrontReport = await peer.ask("report", None, self._compute.others(handle.index))
             now = time.monotonic()
             elapsed = max(1e-3, now - handle.reported)
             handle.load, handle.lag = max(0.0, report.cpu_seconds - used) / elapsed, report.lag
