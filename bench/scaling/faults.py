@@ -22,6 +22,7 @@ repeated by the SDK: only the wire, the end of the gateway or that of a front ma
 are acknowledged episodes, rewards, aborts and calls that the journal does not have. `failover_s` is the 95th percentile
 of the seconds from a kill to the next token of each completion of the dead replica. `all_replicas_dead_s` is the same
 if no replica was left; then a new one must start. `front_s` is that of the seconds until a killed front answers again.
+`fronts_ended` are fronts that ended without being killed.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ import math
 import os
 import pickle
 import random
+import re
 import tempfile
 import time
 from collections import Counter
@@ -70,6 +72,7 @@ QUICK = {"replica": ("",), "front": ("", "finish", "starting", *REQUESTS)}
 MAX_RETRIES = 12  # The SDK repeats a call for about a minute
 MOMENT_SECONDS = 120.0  # The longest wait for a moment
 POLL_SECONDS = 0.02
+REPLACED = re.compile(r"^WARNING: front \d+: .*; it is replaced$", re.MULTILINE)
 NOTICE_SECONDS = 10.0  # Time for a client to notice that its stream was cut
 HOOKS = Hooks(step_seconds=0.03, adopt_seconds=0.1, piece_seconds=PIECE_SECONDS)
 """Completions last longer than the gateway is late on a busy machine."""
@@ -342,6 +345,7 @@ class Run:
             "failover_max_s": round(max(failovers, default=0.0), 3),
             "failovers": len(failovers),
             "all_replicas_dead_s": round(percentile(all_dead, 95), 3),
+            "fronts_ended": self._fronts_ended(scene.server),
             "front_s": round(percentile(fronts, 95), 1),
             "gateway_s": round(percentile(scene.tally.gateway_s, 95), 1),
             "unexpected_ends": scene.tally.unexpected,
@@ -350,6 +354,11 @@ class Run:
             | {"waiting": found.waiting, "dropped": found.dropped, **found.unscored},
             "seconds": round(seconds),
         }
+
+    def _fronts_ended(self, server: Server) -> int:
+        """Returns how many fronts ended that the bench had not killed."""
+        killed = sum(len(fact["pids"]) for fact in server.said if fact.get("killed") == "front")
+        return max(0, len(REPLACED.findall(server.log.read_text(errors="replace"))) - killed)
 
     def _downs(self, server: Server, cuts: Sequence[float]) -> list[tuple[float, float]]:
         """Returns when the gateway or a front was down, in Unix seconds, with some seconds for clients to notice.
@@ -371,7 +380,7 @@ def wrong_tokens(tokens: Any, contexts: Any, logprobs: Any, versions: Any) -> in
         abs(reported - logprob(context, int(token), int(version))) > 1e-5
         for token, context, reported, version in zip(tokens, contexts, logprobs, versions, strict=True)
     )
-    return sum(found)
+    return int(sum(found))
 
 
 def check_forests(folder: Path, policy: str) -> tuple[int, int]:

@@ -39,7 +39,7 @@ def test_a_cluster_keeps_every_promise(tmp_path: Path, colocated: bool, fronts: 
     faults = FAULTS + WHILE_SUSPENDED * colocated + OF_FRONTS * bool(fronts)
     found = asyncio.run(Run(tmp_path, 0, faults, colocated=colocated, fronts=fronts).figures())
     assert (found["faults"], found["missed"]) == (len(faults), 0), found
-    zero = ("calls_failed", "lost", "trained_twice", "failures_scored", "two_effects", "wrong_versions")
+    zero = ("calls_failed", "lost", "trained_twice", "failures_scored", "two_effects", "wrong_versions", "fronts_ended")
     assert {key: found[key] for key in zero} == dict.fromkeys(zero, 0), found
     assert found["weights_equal"] and found["unexpected_ends"] == [], found
     assert found["tokens_checked"] > 0 and found["batches"] > 2, found

@@ -175,15 +175,21 @@ class FrontRun:
         await self.gate.drained()
 
     async def finish(self, episode_id: str) -> CallCounts | None:
-        """Ends an episode here. Returns its counts when its calls are on disk; None for one that had ended."""
-        if self.segment.is_finishing(episode_id):
-            return self.segment.finish(episode_id)
-        await self.calls.read(episode_id)
-        if lost := self.calls.undelivered(episode_id):
-            self.segment.undelivered(episode_id, lost)
+        """Ends an episode here. Returns its counts when its calls are on disk; None for one that had ended.
+
+        Raises `Later` if the disk refuses the calls. Then the episode goes on.
+        """
+        if not self.segment.is_finishing(episode_id):
+            await self.calls.read(episode_id)
+            if lost := self.calls.undelivered(episode_id):
+                self.segment.undelivered(episode_id, lost)
         counts = self.segment.finish(episode_id)
         self.calls.episode_ended(episode_id)
-        await self.commits.durable()
+        try:
+            await self.commits.durable()
+        except Later:
+            self.segment.resume(episode_id)
+            raise
         return counts
 
     def report(self) -> RunReport:
