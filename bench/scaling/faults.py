@@ -73,6 +73,7 @@ MAX_RETRIES = 12  # The SDK repeats a call for about a minute
 MOMENT_SECONDS = 120.0  # The longest wait for a moment
 POLL_SECONDS = 0.02
 REPLACED = re.compile(r"^WARNING: front \d+: .*; it is replaced$", re.MULTILINE)
+ENDED = ("ended while it was answered", "has ended: aborted")
 NOTICE_SECONDS = 10.0  # Time for a client to notice that its stream was cut
 HOOKS = Hooks(step_seconds=0.03, adopt_seconds=0.1, piece_seconds=PIECE_SECONDS)
 """Completions last longer than the gateway is late on a busy machine."""
@@ -311,7 +312,7 @@ class Run:
         ended, cut, failed = [], [], []
         for call in books.failed_calls:
             is_cut = call["how"] == "streamed" and any(began <= call["at"] <= end for began, end in downs)
-            is_ended = call["episode"] in stale and "ended while it was answered" in call["error"]
+            is_ended = call["episode"] in stale and any(text in call["error"] for text in ENDED)
             (ended if is_ended else cut if is_cut else failed).append(call)
         return {
             "calls": len(books.calls),
