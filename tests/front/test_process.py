@@ -84,13 +84,15 @@ async def test_a_repeated_end_waits_for_the_disk_like_the_first(world: Run, monk
 
 
 async def test_an_end_that_the_disk_refuses_leaves_the_episode_live(world: Run) -> None:
-    episode = world.begin("", mode="eval")
+    episode, other = (world.begin("g") for _ in range(2))
     run = serving(world, episode)
+    world.speak(run.segment, episode)
+    await run.commits.durable()
     with refused_commits(run.segment.journal):
-        world.speak(run.segment, episode)
+        world.speak(run.segment, other)
         with pytest.raises(Later):
             await run.finish(episode.id)
     world.speak(run.segment, episode)
     counts = await run.finish(episode.id)
-    assert counts is not None and counts.num_calls == 1
+    assert counts is not None and counts.num_calls == 2
     await run.close()
