@@ -11,6 +11,7 @@ import json
 import math
 import os
 import platform
+import random
 import re
 import resource
 import socket
@@ -193,16 +194,21 @@ def busy_cores(count: int, *, nice: int = 0) -> Iterator[None]:
             other.wait()
 
 
-def free_port(wanted: int = 0) -> int:
-    """`wanted` if it is free, otherwise a port that the system chooses."""
-    for port in (wanted, 0):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+def free_port(wanted: int = 0, *, following: int = 0) -> int:
+    """`wanted` if it is free, otherwise a port that the system chooses. So many ports that follow it are free, too."""
+    # Linux takes those of connections from 32768 on.
+    others = [random.randrange(20_000, 32_000) for _ in range(100)] if following else [0]
+    for port in ([wanted] if wanted else []) + others:
+        with contextlib.ExitStack() as probes:
             try:
-                probe.bind(("127.0.0.1", port))
+                for _ in range(1 + following):
+                    probe = probes.enter_context(socket.socket())
+                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    probe.bind(("127.0.0.1", port))
+                    port = int(probe.getsockname()[1]) + 1
             except OSError:
                 continue
-            return int(probe.getsockname()[1])
+            return port - 1 - following
     raise RuntimeError("no port is free on 127.0.0.1")
 
 

@@ -145,6 +145,8 @@ def rows(journal: Path) -> dict[str, Row]:
         db.row_factory = sqlite3.Row
         episodes = db.execute("SELECT * FROM episodes ORDER BY seq").fetchall()
     with closing(Journal.open_read_only(journal)) as opened:
+        for schema in opened.file.segments:
+            assert opened.file.db.execute(f"PRAGMA {schema}.integrity_check").fetchone()[0] == "ok"
         batches = {episode: batch.id for batch in opened.batches(0) for episode in batch.episode_ids}
     return {episode["id"]: _row(episode, batches.get(episode["id"])) for episode in episodes}
 
@@ -204,9 +206,11 @@ def _lost(episodes: Mapping[str, Row], books: Books) -> list[str]:
 
 
 def _lost_calls(journal: Path, episodes: Mapping[str, Row], books: Books) -> list[str]:
-    """Answers that an agent read: recorded, as long as the journal keeps calls; counted, once it need not."""
-    with sqlite3.connect(journal) as db:
-        kept = {row[0] for row in db.execute("SELECT id FROM calls")}
+    """Answers that an agent read: recorded, as long as the journal keeps calls; counted, once it need not. A finished
+    episode has as many calls as it counts.
+    """
+    with closing(Journal.open_read_only(journal)) as opened:  # Fronts have files of their own.
+        kept = dict(opened.file.db.execute("SELECT id, episode_id FROM calls"))
     heard: Counter[str] = Counter(call["episode"] for call in books.calls.values())
     gone = [
         f"call {call} of {line['episode']}"
@@ -217,6 +221,10 @@ def _lost_calls(journal: Path, episodes: Mapping[str, Row], books: Books) -> lis
         recorded = episodes[id].num_calls if id in episodes else 0
         if recorded is not None and recorded < number:
             gone.append(f"{number - recorded} calls of {id}")
+    stored = Counter(kept.values())
+    for id, row in episodes.items():
+        if row.num_calls is not None and _must_have_calls(row) and row.num_calls != stored[id]:
+            gone.append(f"{row.num_calls} calls of {id}, which has {stored[id]}")
     return gone
 
 

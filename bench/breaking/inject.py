@@ -38,7 +38,7 @@ async def inject(scene: Scene, fault: Fault) -> bool:
     if kind == "client killed":
         return await _client(scene, fault)
     if kind in WIRE:
-        return await _wire(scene, fault)
+        return await meet(scene, fault, MOMENT_SECONDS)
     if kind == "disk":
         return await _disk(scene, fault)
     if kind == "agent hangs":
@@ -157,10 +157,11 @@ async def _client(scene: Scene, fault: Fault) -> bool:
     return True
 
 
-async def _wire(scene: Scene, fault: Fault) -> bool:
+async def meet(scene: Scene, fault: Fault, within: float) -> bool:
+    """The next request of a kind meets a fault of the wire. False if none came `within` seconds."""
     order = scene.wire.order(fault)
     try:
-        await asyncio.wait_for(order.done.wait(), MOMENT_SECONDS)
+        await asyncio.wait_for(order.done.wait(), within)
     except TimeoutError:
         scene.wire.cancel(order)
         return False

@@ -25,6 +25,7 @@ from agentjet.compute.protocol import body_digest
 from agentjet.config import ServeConfig
 from agentjet.errors import AgentJetError
 from agentjet.server import runs
+from agentjet.server.fronts import Fronts
 from agentjet.server.gateway import Gateway
 from agentjet.swarm import Batch, Journal
 from agentjet.timeline.batch import TrainingBatch
@@ -40,7 +41,7 @@ def say(**fact: Any) -> None:
 class Orders:
     """Carries out what the bench orders, in the event loop, between two of the gateway's own turns."""
 
-    def __init__(self, compute: ProcessCompute, clock: JumpingClock) -> None:
+    def __init__(self, compute: ProcessCompute, fronts: Fronts | None, clock: JumpingClock) -> None:
         self._traps: list[Trap] = []
         self._disk = Disk(say)
         self._verbs: dict[str, Callable[..., None]] = {
@@ -53,7 +54,7 @@ class Orders:
             compute.say = say
             self._verbs |= {"worker": compute.arm, "refuse a save": compute.refuse_a_save}
         else:
-            self._verbs["kill"] = Kills(compute, say).order
+            self._verbs["kill"] = Kills(compute, fronts, say).order
         self._begun = b""
         asyncio.get_running_loop().add_reader(0, self._read)
 
@@ -82,13 +83,18 @@ class ForestKeeper:
     """Writes down what is about to be learned, once a batch, and compares when it is made again."""
 
     def __init__(self, gateway: Gateway, folder: Path) -> None:
-        self._build = gateway.swarm.batches.training_batches
+        training = gateway.engine.training
+        self._build = training._forests
         self._folder = folder
         self._run = gateway.run
-        gateway.swarm.batches.training_batches = self._keeping  # type: ignore[method-assign]
+        training._forests = self._keeping  # type: ignore[method-assign]
 
-    def _keeping(self, batch: Batch) -> dict[str, TrainingBatch]:
-        training = self._build(batch)
+    async def _keeping(self, batch: Batch) -> dict[str, TrainingBatch]:
+        training = await self._build(batch)
+        await asyncio.to_thread(self._keep, batch, training)
+        return training
+
+    def _keep(self, batch: Batch, training: dict[str, TrainingBatch]) -> None:
         kept = {
             "members": list(batch.episode_ids),
             "job": batch.job.model_dump_json(),
@@ -102,7 +108,6 @@ class ForestKeeper:
         whole = path.with_suffix(".part")
         whole.write_bytes(pickle.dumps(kept))
         whole.replace(path)
-        return training
 
 
 def main() -> int:
@@ -117,7 +122,7 @@ def main() -> int:
         assert isinstance(compute, ProcessCompute)
         gateway = Gateway(config, compute, **named)
         if not orders:
-            orders.append(Orders(compute, jumping))
+            orders.append(Orders(compute, named["fronts"], jumping))
             say(gateway=os.getpid())
         ForestKeeper(gateway, folder / "forests" / gateway.run)
         orders[0].add(gateway.swarm.journal, folder)

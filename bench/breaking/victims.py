@@ -56,11 +56,15 @@ def environment() -> dict[str, str]:
 class Server:
     """`bench.breaking.server` on a fixed port and data dir, with its output."""
 
-    def __init__(self, folder: Path, settings: dict[str, Any], runs: Mapping[str, Sequence[str]] = RUNS) -> None:
-        """`runs` are its runs with their policies. `settings` may have a section `server` for further settings."""
+    def __init__(
+        self, folder: Path, settings: dict[str, Any], runs: Mapping[str, Sequence[str]] = RUNS, *, port: int = 0
+    ) -> None:
+        """`runs` are its runs with their policies. `settings` may have a section `server` for further settings. `port`:
+        0 for a free one.
+        """
         self.folder = folder
         self.runs = runs
-        self.port = free_port()
+        self.port = port or free_port()
         self.data_dir = folder / "data"
         self.log = folder / "server.log"
         self.said: list[dict[str, Any]] = []  # Every fact that the server reported, over all its processes

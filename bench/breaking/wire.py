@@ -1,5 +1,5 @@
 """The network between clients and server, on loopback: loses requests and answers, sends them twice, closes
-connections.
+connections. Fronts are behind the same port, at `/f0`, `/f1` and so on: a proxy that does not remove the prefix.
 
 One request a connection: a header asks the server for that, so every answer ends with the connection. The answers to
 each `Idempotency-Key` are kept, since one key must have one effect.
@@ -21,12 +21,16 @@ PATHS = {
     "begin": re.compile(rb"POST (?:/runs/(\w+))?/swarm/v1/episodes "),
     "finish": re.compile(rb"POST (?:/runs/\w+)?/swarm/v1/episodes/[^/ ]+/finish "),
     "abort": re.compile(rb"POST (?:/runs/\w+)?/swarm/v1/episodes/[^/ ]+/abort "),
-    "chat": re.compile(rb"POST (?:/runs/\w+)?/v1/chat/completions "),
+    "chat": re.compile(rb"POST (?:/f\d+)?(?:/runs/\w+)?/v1/chat/completions "),
 }
+FRONT = re.compile(rb"[A-Z]+ /f(\d+)/")
 KEY = re.compile(rb"\r\nidempotency-key: *(\S+)", re.IGNORECASE)
 LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
 CONNECTION = re.compile(rb"\r\nconnection:[^\r]*", re.IGNORECASE)
 WIDE = b'"n":8'  # In the body of a request for several completions: some are recorded well before the last
+STREAM = b'"stream":true'
+SEEN = "seen"
+"""Kind of an order that does no harm: `done` is set when such a request comes, and `front` is its front."""
 
 
 @dataclass(slots=True)
@@ -36,16 +40,17 @@ class Order:
     fault: Fault
     skip: int
     done: asyncio.Event = field(default_factory=asyncio.Event)
+    front: int = -1
 
 
 class Wire:
-    """Listens on `port` for clients; the server is at `server_port`, when it is there at all."""
+    """Listens on `port` for clients; the server is at `server_port`, when it is there at all, and its fronts follow."""
 
     def __init__(self, server_port: int) -> None:
         self.port = 0
         self.answers: defaultdict[str, defaultdict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
         """Episode ids that were answered to a `begin`, by its run and its key."""
-        self._server_port = server_port
+        self.server_port = server_port
         self._orders: list[Order] = []
         self._server: asyncio.Server | None = None
 
@@ -70,7 +75,9 @@ class Wire:
     def _fault(self, request: bytes) -> Order | None:
         """The order that this request meets, if any."""
         for order in self._orders:
-            meant = PATHS[order.fault.at].match(request) is not None
+            meant = PATHS["chat" if order.fault.at == "stream" else order.fault.at].match(request) is not None
+            if order.fault.at == "stream":
+                meant = meant and STREAM in request
             if order.fault.kind == "hung up" and order.fault.at == "chat":
                 meant = meant and WIDE in request
             if not meant:
@@ -78,6 +85,9 @@ class Wire:
             order.skip -= 1
             if order.skip < 0:
                 self._orders.remove(order)
+                if order.fault.kind == SEEN:
+                    order.front = _front(request)
+                    order.done.set()
                 return order
         return None
 
@@ -91,7 +101,7 @@ class Wire:
                 order.done.set()
         except (OSError, asyncio.IncompleteReadError):
             # The server is down, or the client gone: the other side sees a closed connection.
-            if order is not None:
+            if order is not None and not order.done.is_set():
                 self._orders.append(order)
         finally:
             writer.close()
@@ -127,7 +137,7 @@ class Wire:
 
     async def _ask(self, request: bytes) -> bytes:
         """The whole answer; hangs up when cancelled."""
-        upstream, downstream = await asyncio.open_connection("127.0.0.1", self._server_port)
+        upstream, downstream = await asyncio.open_connection("127.0.0.1", self.server_port + 1 + _front(request))
         try:
             downstream.write(request)
             answer = await upstream.read(-1)
@@ -138,7 +148,7 @@ class Wire:
 
     async def _relay(self, request: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """As it comes, so that streams stream; a client that hangs up is felt by the server."""
-        upstream, downstream = await asyncio.open_connection("127.0.0.1", self._server_port)
+        upstream, downstream = await asyncio.open_connection("127.0.0.1", self.server_port + 1 + _front(request))
         gone = asyncio.create_task(reader.read(1))
         answer = b""
         try:
@@ -164,3 +174,9 @@ class Wire:
             run = begin[1].decode() if begin[1] else DEFAULT_RUN
             with contextlib.suppress(ValueError):  # Cut off by a server that died.
                 self.answers[run][key[1].decode()].add(json.loads(answer.partition(b"\r\n\r\n")[2])["episode_id"])
+
+
+def _front(request: bytes) -> int:
+    """The front of a request; -1 for the server."""
+    match = FRONT.match(request)
+    return int(match[1]) if match else -1

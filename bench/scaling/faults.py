@@ -8,16 +8,21 @@ SIGKILL:
 * ranks in each request, and while replicas adopt;
 * the gateway at random times, in the middle of a publish, and at transitions of its journal.
 
+With `--fronts N`, N fronts answer the calls. They are killed at random times, while a request of an agent is under way,
+while they finish an episode or build a batch, at a publish, and while they start; some are stopped (SIGSTOP). A wire
+between clients and server loses, cuts and repeats messages.
+
 Afterwards the journal is compared with the clients' own books. Every token that was learned must be one of its version
 in its context. An undisturbed cluster learns the same batches: its
 weights must be equal bit by bit. Prints the figures as JSON; `bench.scale` has them in its table.
 
 `calls_failed` are calls that ended with an error after the SDK's own repeats. A stream that was cut cannot be
-repeated by the SDK: only the end of the gateway may cut it, and `streams_cut` counts it. `calls_stale` are those of
-episodes that the server ended because their tokens were older than `max_staleness`. `lost` are acknowledged
-episodes, rewards, aborts and calls that the journal does not have. `failover_s` is the 95th percentile of the
-seconds from a kill to the next token of each completion of the dead replica. `all_replicas_dead_s` is the same if
-no replica was left; then a new one must start.
+repeated by the SDK: only the wire, the end of the gateway or that of a front may cut it, and `streams_cut` counts it.
+`calls_stale` are those of episodes that the server ended because their tokens were older than `max_staleness`. `lost`
+are acknowledged episodes, rewards, aborts and calls that the journal does not have. `failover_s` is the 95th percentile
+of the seconds from a kill to the next token of each completion of the dead replica. `all_replicas_dead_s` is the same
+if no replica was left; then a new one must start. `front_s` is that of the seconds until a killed front answers again.
+`fronts_ended` are fronts that ended without being killed.
 """
 
 from __future__ import annotations
@@ -30,6 +35,7 @@ import math
 import os
 import pickle
 import random
+import re
 import tempfile
 import time
 from collections import Counter
@@ -42,25 +48,32 @@ import httpx
 import numpy as np
 
 from agentjet.compute.vllm.replica import PIECE_SECONDS
-from agentjet.protocol import StatusResponse
+from agentjet.protocol import FrontView, StatusResponse
 from agentjet.swarm.groups import STALE
 from agentjet.types import DEFAULT_RUN, PolicyId
 from bench.breaking import reference
 from bench.breaking.audit import Audit, Books, audit, read, rows
-from bench.breaking.plan import RUNS
+from bench.breaking.inject import meet
+from bench.breaking.plan import RUNS, WIRE
+from bench.breaking.plan import Fault as WireFault
 from bench.breaking.scene import Scene, make_clients
 from bench.breaking.victims import GivenUp, Server, ServerEnded, Statuses
-from bench.breaking.wire import Wire
+from bench.breaking.wire import SEEN, Wire
 from bench.chaos import break_things, finish
-from bench.machine import CASES, percentile
+from bench.machine import CASES, free_port, percentile
 from tests.cluster.fake_replica import COMMAND, Hooks, logprob
 
 ONE_RUN = {DEFAULT_RUN: RUNS[DEFAULT_RUN]}
 NUM_CLIENTS, GROUP_SIZE = 2, 3
 LEASE_SECONDS = 60.0
+REQUESTS = ("chat", "stream", "begin")
+QUICK = {"replica": ("",), "front": ("", "finish", "starting", *REQUESTS)}
+"""Kinds and moments of faults that come one after the other, without a batch learned between them."""
 MAX_RETRIES = 12  # The SDK repeats a call for about a minute
 MOMENT_SECONDS = 120.0  # The longest wait for a moment
 POLL_SECONDS = 0.02
+REPLACED = re.compile(r"^WARNING: front \d+: .*; it is replaced$", re.MULTILINE)
+ENDED = ("ended while it was answered", "has ended: aborted")
 NOTICE_SECONDS = 10.0  # Time for a client to notice that its stream was cut
 HOOKS = Hooks(step_seconds=0.03, adopt_seconds=0.1, piece_seconds=PIECE_SECONDS)
 """Completions last longer than the gateway is late on a busy machine."""
@@ -80,7 +93,9 @@ JOB = {
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One fault: `kind` dies `delay` seconds after the moment `at`; see `bench.scaling.kills`."""
+    """One fault: `kind` dies `delay` seconds after the moment `at`; see `bench.scaling.kills`. Or `kind` is one of
+    the wire, and `at` the request that it meets.
+    """
 
     kind: str
     at: str = ""
@@ -89,6 +104,11 @@ class Fault:
     stops: bool = False
     next_replica: str = ""  # The replica that starts next dies at this point of its code, or `lies`
     transition: str = ""  # The gateway dies when its journal commits this transition
+
+    @property
+    def is_quick(self) -> bool:
+        """True if it may follow another one before a batch was learned."""
+        return self.kind in WIRE or (self.at in QUICK.get(self.kind, ()) and not self.next_replica)
 
 
 FAULTS: dict[str, list[tuple[int, Fault]]] = {
@@ -108,8 +128,10 @@ def plan(part: Sequence[tuple[int, Fault]], share: float, dice: random.Random) -
 class Stage:
     """The cluster in which faults happen, and what they did."""
 
-    def __init__(self, scene: Scene) -> None:
+    def __init__(self, scene: Scene, cuts: list[float]) -> None:
+        """`cuts` gets the times at which the wire cut calls, in Unix seconds."""
         self.scene = scene
+        self._cuts = cuts
         self._since: Statuses | None = None  # The statuses at the last fault after which a batch must be learned
 
     @property
@@ -121,13 +143,15 @@ class Stage:
 
         So replicas die also while the ranks are started again.
         """
-        is_quick = fault.kind == "replica" and not fault.at and not fault.next_replica
+        is_quick = fault.is_quick
         while True:
             with contextlib.suppress(ServerEnded, httpx.TransportError):
                 await self.scene.steady(sampling=False)
-                while await self._num_serving() < (2 if is_quick else 1):
+                while await self._num_serving() < (2 if is_quick and fault.kind == "replica" else 1):
                     await self.server.wait(lambda found: found[DEFAULT_RUN].state != "failed")
                     await asyncio.sleep(POLL_SECONDS)
+                if fault.kind == "front":
+                    await self.server.wait(lambda found: _most_answer(found[DEFAULT_RUN].fronts))
                 if self._since is not None and not is_quick:
                     await self.server.learned(self._since)
                     self._since = None
@@ -142,21 +166,37 @@ class Stage:
         """Let a fault happen, and start again what does not do so by itself. False if its moment did not come."""
         server, said = self.server, len(self.server.said)
         await self.ready(fault)
+        dice = self.scene.dice
+        if fault.kind in WIRE:
+            is_met = await meet(self.scene, WireFault(fault.kind, fault.at, amount=fault.delay * dice.random()), 30.0)
+            self._cuts.append(time.time() - 1.0)  # The client was faster.
+            return is_met
         statuses = await server.up()
         if fault.next_replica:
             self._hook(fault.next_replica, statuses[DEFAULT_RUN])
+        delay, at = fault.delay * dice.random(), fault.at
         if fault.transition:
             await server.order("trap", at=fault.transition, when="committed")
         else:
-            order = {"kind": fault.kind, "at": fault.at, "delay": fault.delay * self.scene.dice.random()}
-            await server.order("kill", count=fault.count, stops=fault.stops, **order)
+            order: dict[str, Any] = {"kind": fault.kind, "count": fault.count, "stops": fault.stops}
+            if at in REQUESTS and fault.kind == "front":
+                seen = self.scene.wire.order(WireFault(SEEN, at))
+                if not await server.until(seen.done.is_set, MOMENT_SECONDS):
+                    self.scene.wire.cancel(seen)
+                    return False
+                order["front"], at = (seen.front if seen.front >= 0 else None), ""
+            if at == "starting":
+                await server.order("kill", kind="front")
+                await server.until(lambda: any("killed" in fact for fact in server.said[said:]), MOMENT_SECONDS)
+                said = len(server.said)
+            await server.order("kill", **order, at=at, delay=delay)
         if not await server.until(lambda: any("killed" in fact for fact in server.said[said:]), MOMENT_SECONDS):
             await server.order("trap" if fault.transition else "kill")
             return False
         if fault.kind == "gateway":
             await server.dead(MOMENT_SECONDS)
             await self.scene.bring_back()
-        if fault.kind != "replica" or fault.next_replica or fault.at:
+        if not fault.is_quick:
             self._since = statuses
         return True
 
@@ -167,6 +207,10 @@ class Stage:
         path = self.scene.folder / "part.json"
         path.write_text(Hooks(**{**asdict(HOOKS), **fault}).environment()[Hooks.VARIABLE])
         path.rename(self.scene.folder / "next.json")
+
+
+def _most_answer(fronts: Sequence[FrontView]) -> bool:
+    return sum(one.ready for one in fronts) > len(fronts) / 2
 
 
 def make_sampler_python(folder: Path) -> Path:
@@ -194,41 +238,45 @@ class Run:
     faults: Sequence[Fault]
     minutes: float = math.inf  # After so many, the other faults are missed
     colocated: bool = False  # Ranks and replicas compute in turns
+    fronts: int = 0
     gave_up: str = ""
 
     @classmethod
-    def drawn(cls, folder: Path, share: float, seed: int, minutes: float = math.inf, *, colocated: bool = False) -> Run:
+    def drawn(cls, folder: Path, share: float, seed: int, *, colocated: bool = False, fronts: int = 0) -> Run:
         """A run of `share` of all faults."""
         dice = random.Random(seed)
-        part = FAULTS["on_this_machine"] + (FAULTS["colocated"] if colocated else [])
-        return cls(folder, seed, plan(part, share, dice), minutes, colocated=colocated)
+        part = FAULTS["with_fronts" if fronts else "on_this_machine"] + (FAULTS["colocated"] if colocated else [])
+        return cls(folder, seed, plan(part, share, dice), colocated=colocated, fronts=fronts)
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self, public_port: int) -> dict[str, Any]:
+        """`public_port` is that of the wire."""
         python = make_sampler_python(self.folder)
         samplers = min(3, os.cpu_count() or 1)  # A cluster of one machine has one core for each.
         compute = {"backend": "cluster", "ranks": 2, "samplers": samplers, "sampler_python": str(python)}
         compute["colocated"] = self.colocated
         model = {"name": str(self.folder / "model"), "device": "cpu", "dtype": "float32", "threads": 1}
-        server = {"worker_timeout": 20.0, "call_timeout": 300.0}
+        server: dict[str, Any] = {"worker_timeout": 20.0, "call_timeout": 300.0}
+        if self.fronts:
+            server |= {"fronts": self.fronts, "front_url": f"http://127.0.0.1:{public_port}/f{{front}}"}
         sampler = {"max_concurrent": 8, "cache_tokens": 8192}
         job = {**JOB, "max_staleness": 0} if self.colocated else JOB
         return {"model": model, "compute": compute, "sampler": sampler, "job": job, "server": server}
 
     async def figures(self) -> dict[str, Any]:
-        began, folder = time.monotonic(), self.folder
+        began, folder, cuts = time.monotonic(), self.folder, list[float]()
         (policy,), exported = ONE_RUN[DEFAULT_RUN], Path()
         (folder / "forests" / DEFAULT_RUN).mkdir(parents=True)
         reference.make_model(folder / "model")
-        settings = self.settings()
-        server = Server(folder, settings, ONE_RUN)
-        wire = Wire(server.port)
+        wire = Wire(free_port(following=self.fronts))
         await wire.open()
+        settings = self.settings(wire.port)
+        server = Server(folder, settings, ONE_RUN, port=wire.server_port)
         scene = Scene(folder, server, wire, random.Random(self.seed), [])
         try:
             await server.start()
             await server.until(lambda: (server.data_dir / "admin-token").exists())
             scene.clients += make_clients(
-                *(folder, NUM_CLIENTS, wire, server),
+                *(folder, NUM_CLIENTS + bool(self.fronts), wire, server),
                 seed=self.seed,
                 group_size=GROUP_SIZE,
                 lease=LEASE_SECONDS,
@@ -236,7 +284,7 @@ class Run:
             )
             for client in scene.clients:
                 await client.start()
-            await break_things(scene, self.faults, Stage(scene).inject, seconds=60 * self.minutes)
+            await break_things(scene, self.faults, Stage(scene, cuts).inject, seconds=60 * self.minutes)
             await server.learned(await server.up(), 2)
             await asyncio.gather(*(client.stop(within=60.0) for client in scene.clients))
             exported = (await finish(scene))[DEFAULT_RUN][policy]
@@ -255,15 +303,16 @@ class Run:
         )
         equal = not self.gave_up and reference.equal_weights(exported, alone)
         report = self._report(scene, found, checked, equal, time.monotonic() - began)
-        return report | self._failed_calls(scene, books, stale)
+        return report | self._failed_calls(books, stale, self._downs(server, cuts))
 
-    def _failed_calls(self, scene: Scene, books: Books, stale: Collection[str]) -> dict[str, Any]:
-        """`stale`: ids of episodes that the server ended because their tokens were too old."""
-        downs = self._downs(scene.server)
+    def _failed_calls(
+        self, books: Books, stale: Collection[str], downs: Sequence[tuple[float, float]]
+    ) -> dict[str, Any]:
+        """`stale`: ids of episodes that the server ended because their tokens were too old. `downs`: see `_downs`."""
         ended, cut, failed = [], [], []
         for call in books.failed_calls:
             is_cut = call["how"] == "streamed" and any(began <= call["at"] <= end for began, end in downs)
-            is_ended = call["episode"] in stale and "ended while it was answered" in call["error"]
+            is_ended = call["episode"] in stale and any(text in call["error"] for text in ENDED)
             (ended if is_ended else cut if is_cut else failed).append(call)
         return {
             "calls": len(books.calls),
@@ -277,6 +326,7 @@ class Run:
         self, scene: Scene, found: Audit, checked: tuple[int, int], equal: bool, seconds: float
     ) -> dict[str, Any]:
         said = scene.server.said
+        fronts = [fact["after"] for fact in said if "after" in fact]
         failovers = [fact["failover"] for fact in said if fact.get("survives")]
         all_dead = [fact["failover"] for fact in said if "failover" in fact and not fact["survives"]]
         return {
@@ -296,6 +346,8 @@ class Run:
             "failover_max_s": round(max(failovers, default=0.0), 3),
             "failovers": len(failovers),
             "all_replicas_dead_s": round(percentile(all_dead, 95), 3),
+            "fronts_ended": self._fronts_ended(scene.server),
+            "front_s": round(percentile(fronts, 95), 1),
             "gateway_s": round(percentile(scene.tally.gateway_s, 95), 1),
             "unexpected_ends": scene.tally.unexpected,
             "batches": found.batches,
@@ -304,12 +356,20 @@ class Run:
             "seconds": round(seconds),
         }
 
-    def _downs(self, server: Server) -> list[tuple[float, float]]:
-        """Returns when no gateway ran, in Unix seconds, with some seconds for clients to notice."""
+    def _fronts_ended(self, server: Server) -> int:
+        """Returns how many fronts ended that the bench had not killed."""
+        killed = sum(len(fact["pids"]) for fact in server.said if fact.get("killed") == "front")
+        return max(0, len(REPLACED.findall(server.log.read_text(errors="replace"))) - killed)
+
+    def _downs(self, server: Server, cuts: Sequence[float]) -> list[tuple[float, float]]:
+        """Returns when the gateway or a front was down, in Unix seconds, with some seconds for clients to notice.
+
+        `cuts` are times at which the wire cut calls.
+        """
         offset = time.time() - time.monotonic()
-        ends = [offset + fact["time"] for fact in server.said if fact.get("killed") == "gateway"]
-        starts = [offset + fact["time"] for fact in server.said if "gateway" in fact]
-        return [(end, min((one for one in starts if one > end), default=end) + NOTICE_SECONDS) for end in ends]
+        ends = [offset + fact["time"] for fact in server.said if fact.get("killed") in ("gateway", "front")] + [*cuts]
+        starts = [offset + fact["time"] for fact in server.said if "gateway" in fact or "front" in fact] + [*cuts]
+        return [(end, min((one for one in starts if one >= end), default=end) + NOTICE_SECONDS) for end in ends]
 
 
 # ---- tokens of fake replicas: each must be one of its version in its context -----------------------------------------
@@ -321,7 +381,7 @@ def wrong_tokens(tokens: Any, contexts: Any, logprobs: Any, versions: Any) -> in
         abs(reported - logprob(context, int(token), int(version))) > 1e-5
         for token, context, reported, version in zip(tokens, contexts, logprobs, versions, strict=True)
     )
-    return sum(found)
+    return int(sum(found))
 
 
 def check_forests(folder: Path, policy: str) -> tuple[int, int]:
@@ -346,11 +406,13 @@ if __name__ == "__main__":
     parser.add_argument("--share", type=float, default=1.0, help="share of the faults of a whole run")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--colocated", action="store_true", help="ranks and replicas compute in turns")
+    parser.add_argument("--fronts", type=int, default=0, help="processes that answer the calls")
     parser.add_argument("--minutes", type=float, default=math.inf, help="time for faults, on a busy machine")
     parser.add_argument("--keep", type=Path, help="an empty folder for journal, books and logs; else they are removed")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as made:
         kept = given.keep or Path(made)
         kept.mkdir(parents=True, exist_ok=True)
-        run = Run.drawn(kept.resolve(), given.share, given.seed, given.minutes, colocated=given.colocated)
+        run = Run.drawn(kept.resolve(), given.share, given.seed, colocated=given.colocated, fronts=given.fronts)
+        run.minutes = given.minutes
         print(json.dumps(asyncio.run(run.figures())))

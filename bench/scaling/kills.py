@@ -1,7 +1,8 @@
 """Kills the processes of a cluster by order, from within the gateway, which has the state of each.
 
-An order waits for its moment: a request that the ranks work on, replicas that adopt a version, or replicas that sample.
-After the kill of a replica, each of its completions is watched until its next token.
+An order waits for its moment: a request that the ranks work on, replicas that adopt a version, replicas that sample, a
+message that a front works on, or a front that starts. After the kill of a replica, each of its completions is watched
+until its next token; those of fronts are not. After the kill of a front, the time until it answers again is reported.
 """
 
 from __future__ import annotations
@@ -13,16 +14,19 @@ import re
 import signal
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Self
+from typing import Any, Self
 
 from agentjet.compute.backend import Hosted, ProcessCompute
 from agentjet.compute.fleet import ReplicaHandle, RoutedCompletion
+from agentjet.server.fronts import FrontHandle, Fronts
 
 POLL_SECONDS = 0.002
 PROCESS = re.compile(r"process (\d+)")
 STARTING = ("rendezvous", "join", "add")  # Requests to ranks that start
+ASKED = ("finish", "drained", "batch")  # Messages to fronts
 
 
 class Resumed(list[int]):
@@ -52,27 +56,53 @@ def _report(order: asyncio.Task[None]) -> None:
 class Kills:
     """Carries out the order `kill`, one at a time."""
 
-    def __init__(self, compute: ProcessCompute, say: Callable[..., None]) -> None:
+    def __init__(self, compute: ProcessCompute, fronts: Fronts | None, say: Callable[..., None]) -> None:
         """`say` sends a fact to the bench."""
         self._cluster = compute
+        self._fronts = fronts
         self._say = say
         self._present: asyncio.Task[None] | None = None
+        self._front: int | None = None
+        self._asked: Counter[tuple[str, int]] = Counter()
+        """Messages that fronts work on, by kind and front."""
+        self._returning: set[asyncio.Task[None]] = set()
+        if fronts is not None:
+            self._ask = fronts.ask
+            fronts.ask = self._asking  # type: ignore[method-assign]
 
-    def order(self, kind: str = "", at: str = "", delay: float = 0.0, count: int = 1, stops: bool = False) -> None:
+    async def _asking(self, front: int, op: str, *args: Any) -> Any:
+        self._asked[op, front] += 1
+        try:
+            return await self._ask(front, op, *args)
+        finally:
+            self._asked[op, front] -= 1
+
+    def order(
+        self,
+        kind: str = "",
+        at: str = "",
+        delay: float = 0.0,
+        count: int = 1,
+        stops: bool = False,
+        front: int | None = None,
+    ) -> None:
         """Kill `count` processes of a kind `delay` seconds after the moment `at`. Replaces the order before.
 
-        `at` is a request to the ranks, `start` or `adopt`; empty for now. `stops`: SIGSTOP instead of SIGKILL.
+        `at` is a request to the ranks, `start`, `adopt`, a message to a front, or `starting` (a front); empty for now.
+        `stops`: SIGSTOP instead of SIGKILL. `front` is the only one that may be killed.
         """
         if self._present is not None:
             self._present.cancel()
         if kind:
+            self._front = front
             self._present = asyncio.create_task(self._carry_out(kind, at, delay, count, stops))
             self._present.add_done_callback(_report)
 
     async def _carry_out(self, kind: str, at: str, delay: float, count: int, stops: bool) -> None:
         while not (self._is_moment(at) and self._victims(kind, at, count)):
             await asyncio.sleep(POLL_SECONDS)
-        await asyncio.sleep(delay)
+        if delay:  # Without, the message that it waited for is still under way.
+            await asyncio.sleep(delay)
         while not (victims := self._victims(kind, at, count)):
             await asyncio.sleep(POLL_SECONDS)
         cut = self._adopting() > 0
@@ -81,6 +111,11 @@ class Kills:
         watched = [] if stops else [(one, work) for one in dead for work in one.load.running]
         self._say(killed=kind, at=at, pids=[*victims], cut=cut, completions=len(watched))
         now = time.monotonic()
+        for one in self._handles():
+            if kind == "front" and self._pid_of_front(one) in victims:
+                task = asyncio.create_task(self._watch_front(one, one.starts, now))
+                self._returning.add(task)
+                task.add_done_callback(self._returning.discard)
         for pid in victims:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGSTOP if stops else signal.SIGKILL)
@@ -91,6 +126,33 @@ class Kills:
     def _resumed(self, killed_at: float, survives: bool) -> None:
         """A completion got its first token after a kill. `survives`: another replica served at the kill."""
         self._say(failover=time.monotonic() - killed_at, survives=survives)
+
+    async def _watch_front(self, front: FrontHandle, starts: int, killed_at: float) -> None:
+        while not (front.starts > starts and front.ready.is_set()):
+            await asyncio.sleep(POLL_SECONDS)
+        self._say(front=front.index, after=time.monotonic() - killed_at)
+
+    def _handles(self) -> list[FrontHandle]:
+        return [] if self._fronts is None else self._fronts._handles
+
+    def _pid_of_front(self, front: FrontHandle) -> int:
+        """0 if it is unknown."""
+        if self._fronts is None or self._fronts._supervisor is None:
+            return 0
+        match = PROCESS.search(self._fronts._supervisor.place(f"front-{front.index}"))
+        return int(match[1]) if match else 0
+
+    def _fronts_at(self, at: str) -> list[FrontHandle]:
+        """Returns the fronts that may be killed at a moment, the busiest first."""
+        if at == "starting":
+            found = [one for one in self._handles() if one.starts > 1 and not one.ready.is_set()]
+        else:
+            found = [one for one in self._handles() if one.ready.is_set()]
+        if at in ASKED and any(self._asked[at, one.index] for one in found):
+            found = [one for one in found if self._asked[at, one.index]]
+        if self._front is not None:
+            found = [one for one in found if one.index == self._front]
+        return sorted(found, key=lambda one: -one.calls)
 
     def _hosted(self) -> Hosted | None:
         return next(iter(self._cluster.policies.values()), None)
@@ -108,6 +170,10 @@ class Kills:
             return False
         if at == "adopt":
             return any(one.is_adopting and one.version is not None for one in self._fleet())
+        if at in ASKED:
+            return any(num for (op, _), num in self._asked.items() if op == at)
+        if at == "starting":
+            return bool(self._fronts_at(at))
         request = hosted.ranks.request
         return not at or request == at or (at == "start" and request in STARTING)
 
@@ -117,6 +183,8 @@ class Kills:
             return [os.getpid()]
         if self._hosted() is None:
             return []
+        if kind == "front":
+            return [pid for one in self._fronts_at(at)[:count] if (pid := self._pid_of_front(one))]
         if kind == "rank":
             pids = [pid for pid in self._pids("rank").values() if pid]
             # Rank 0 has the weights; the other ranks have a part of the gradient and of the checkpoint.
@@ -125,8 +193,8 @@ class Kills:
         if at == "adopt":
             fleet.sort(key=lambda one: not one.is_adopting)
         elif not at:
-            fleet = [one for one in fleet if one.load.running]
-            fleet.sort(key=lambda one: -len(one.load.running))
+            fleet = [one for one in fleet if one.load.count]
+            fleet.sort(key=lambda one: -one.load.count)
         known = self._pids("replica")
         return [pid for one in fleet[:count] if (pid := known.get(one.name, 0))]
 

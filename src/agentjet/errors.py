@@ -8,6 +8,7 @@ this tree: it aborts that agent's episode and is counted.
 
 from __future__ import annotations
 
+import copyreg
 import faulthandler
 import re
 import tempfile
@@ -15,7 +16,7 @@ import traceback
 from collections.abc import Iterable
 from difflib import SequenceMatcher
 from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 LIBRARIES = ("numpy", "torch", "pydantic")
 """Packages whose lines are not the place of a failure: they were called with something wrong."""
@@ -30,7 +31,11 @@ SECRET_PATTERNS = (
 
 
 class AgentJetError(Exception):
-    """Base class of all exceptions of AgentJet."""
+    """Base class of all exceptions of AgentJet. Copies have the same attributes, also in another process."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The default calls the class with `args`, which lack what its constructor takes by keyword.
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
 class ConfigError(AgentJetError):

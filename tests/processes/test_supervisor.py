@@ -20,6 +20,7 @@ from contextlib import ExitStack
 import psutil
 import pytest
 
+from agentjet.errors import AgentJetError, ContextOverflow, NotFound, Unavailable
 from agentjet.processes import progress
 from agentjet.processes.guardian import ProcessEnd
 from agentjet.processes.progress import StepCounter, show_progress
@@ -140,6 +141,17 @@ def test_cpu_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("copied", [copy.copy, lambda error: pickle.loads(pickle.dumps(error))], ids=["copy", "pickle"])
-def test_an_error_of_a_start_can_be_copied(copied: Callable[[NotStarted], NotStarted]) -> None:
-    error = NotStarted("rank 0", ProcessEnd("ended with exit code 3", 3, "no memory"))
-    assert str(copied(error)) == str(error) == "rank 0 ended with exit code 3" and copied(error).end == error.end
+@pytest.mark.parametrize(
+    "error",
+    [
+        NotStarted("rank 0", ProcessEnd("ended with exit code 3", 3, "no memory")),
+        Unavailable("The disk is full.", code="journal_unavailable", retry_after=5.0),
+        ContextOverflow("messages", 9, 8),
+        NotFound("No episode e.", param="episode_id"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_error_can_be_copied_and_sent(
+    copied: Callable[[AgentJetError], AgentJetError], error: AgentJetError
+) -> None:
+    assert (type(copied(error)), str(copied(error)), vars(copied(error))) == (type(error), str(error), vars(error))

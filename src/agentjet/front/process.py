@@ -178,12 +178,19 @@ class FrontRun:
         await self.gate.drained()
 
     async def finish(self, episode_id: str) -> CallCounts | None:
-        """Ends an episode here. Returns its counts when its calls are on disk; None for one that had ended."""
+        """Ends an episode here. Returns its counts when its calls are on disk; None for one that had ended.
+
+        Raises `Later` if the disk refuses the calls. Then the episode goes on.
+        """
         if lost := self.calls.undelivered(episode_id):
             self.segment.undelivered(episode_id, lost)
         counts = self.segment.finish(episode_id)
         self.calls.episode_ended(episode_id)
-        await self.commits.durable()
+        try:
+            await self.commits.durable()
+        except Later:
+            self.segment.resume(episode_id)
+            raise
         return counts
 
     def report(self) -> RunReport:
@@ -287,6 +294,8 @@ class Front:
             await known.close()
 
     async def _drained(self, run: str) -> None:
+        async with self._opening:  # A state that was sent before is applied, too, if it waits for another run.
+            pass
         if run in self._runs:
             await self._runs[run].drained()
 

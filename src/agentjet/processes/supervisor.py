@@ -41,11 +41,7 @@ class NotStarted(WorkerDied):
 
     def __init__(self, name: str, end: ProcessEnd) -> None:
         super().__init__(f"{name} {end.reason}")
-        self._name = name
         self.end = end
-
-    def __reduce__(self) -> tuple[type[NotStarted], tuple[str, ProcessEnd]]:
-        return NotStarted, (self._name, self.end)  # Errors of processes are copied for each caller that raises them.
 
 
 class Supervisor:

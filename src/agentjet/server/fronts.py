@@ -30,7 +30,7 @@ from agentjet.front.process import SOCKET, FrontReport, FrontSettings, RunReport
 from agentjet.front.segment import front_of
 from agentjet.processes.guardian import Launch
 from agentjet.processes.rpc import Peer
-from agentjet.processes.supervisor import LocalPlacement, Supervisor
+from agentjet.processes.supervisor import LocalPlacement, Supervisor, Watchdog, first_of
 from agentjet.protocol import FrontView
 from agentjet.server.run_policies import RunPolicies, all_of
 from agentjet.swarm import EpisodeRecord, Journal, SwarmState
@@ -45,6 +45,8 @@ REPORT_SECONDS = 0.5
 """Seconds between two reports of a front."""
 HUNG_SECONDS = 20.0
 """A front that does not report for so long is killed and replaced."""
+SETTLE_SECONDS = 0.02
+"""A fleet changes several times in a row."""
 CLOSE_SECONDS = 5.0
 """Time for a front to mark the answers that a stop cuts off."""
 MAX_DELAY = 10.0
@@ -95,6 +97,8 @@ class Fronts:
         self._closing = False
         self.runs: dict[str, FrontedCalls] = {}
         """The open runs, the default one first."""
+        self._changed: set[PolicyId] = set()
+        """Policies whose replicas changed a moment ago."""
         compute.on_replicas = self._replicas_changed
 
     def __len__(self) -> int:
@@ -191,6 +195,13 @@ class Fronts:
             log.error("a message to or from a front failed: %s", error, exc_info=error)
 
     def _replicas_changed(self, policy: PolicyId) -> None:
+        """Tells the fronts about the replicas of a policy, after further changes of the same moment."""
+        if policy not in self._changed:
+            self._changed.add(policy)
+            asyncio.get_running_loop().call_later(SETTLE_SECONDS, self._tell_replicas, policy)
+
+    def _tell_replicas(self, policy: PolicyId) -> None:
+        self._changed.discard(policy)
         self.tell("replicas", self._compute.replicas(policy))
 
     # ---- one front --------------------------------------------------------------------------------------------------
@@ -218,7 +229,7 @@ class Fronts:
             await asyncio.sleep(delay)
 
     async def _serve(self, handle: FrontHandle) -> None:
-        """Starts a process and reads its reports until it ends. Raises `WorkerDied`, or `TimeoutError` if it hangs."""
+        """Starts a process and reads its reports until it ends or hangs. Raises `WorkerDied`, or `TimeoutError`."""
         assert self._supervisor is not None
         name = f"front-{handle.index}"
         number = handle.listener.fileno()
@@ -231,17 +242,31 @@ class Fronts:
         settings = FrontSettings(handle.index, addresses, without_job(self._config), self._clock() - time.monotonic())
         async with asyncio.timeout(HUNG_SECONDS * 3):
             await peer.ask("begin", None, settings)
-            for run in self.runs.values():
-                await peer.ask("open", None, *run.opening())
-            for policy in self._compute.policies:
+            for run in list(self.runs.values()):  # Runs and policies come and go meanwhile: all fronts are told.
+                if run in self.runs.values():
+                    await peer.ask("open", None, *run.opening())
+            for policy in list(self._compute.policies):
                 await peer.ask("replicas", None, self._compute.replicas(policy))
             await peer.ask("listen", None)
         handle.reported = time.monotonic()
         handle.ready.set()
+        reading = asyncio.create_task(self._read_reports(handle, peer))
+        hang = asyncio.create_task(Watchdog(HUNG_SECONDS).hang(lambda: peer.num_messages, lambda: bool(peer.pending)))
+        try:
+            await first_of(reading, hang)
+            if not reading.done():
+                raise WorkerDied(f"{name} sent nothing for {HUNG_SECONDS:g} s")
+            reading.result()
+        finally:
+            reading.cancel()
+            hang.cancel()
+            await asyncio.gather(reading, hang, return_exceptions=True)
+
+    async def _read_reports(self, handle: FrontHandle, peer: Peer) -> None:
+        """Raises `WorkerDied` when the process ends."""
         used = 0.0
         while True:
-            async with asyncio.timeout(HUNG_SECONDS):
-                report: FrontReport = await peer.ask("report", None, self._compute.others(handle.index))
+            report: FrontReport = await peer.ask("report", None, self._compute.others(handle.index))
             now = time.monotonic()
             elapsed = max(1e-3, now - handle.reported)
             handle.load, handle.lag = max(0.0, report.cpu_seconds - used) / elapsed, report.lag

@@ -1,0 +1,98 @@
+"""`Front`: what the server's messages do, in their order."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from agentjet.compute.remote import RemoteSamplers
+from agentjet.config import ServeConfig
+from agentjet.errors import Later
+from agentjet.front.keys import Keys
+from agentjet.front.process import Front, FrontPolicies, FrontRun, FrontSettings, RunState
+from agentjet.processes.rpc import Link
+from agentjet.swarm import EpisodeRecord, Journal
+from agentjet.swarm.journal_file import JournalFile, segment_of
+from agentjet.types import DEFAULT_RUN, JOURNAL
+from tests.front.test_segment import Run
+from tests.swarm.world import refused_commits
+
+pytestmark = pytest.mark.anyio
+
+OTHER = "other"
+
+
+def state(*, is_open: bool) -> RunState:
+    return RunState((), "", is_open, None, {}, -1)
+
+
+async def test_a_run_is_drained_after_its_gate_was_shut(tmp_path: Path) -> None:
+    """Also if the file of another run is opened meanwhile, which takes long while a killed front still has it."""
+    config = ServeConfig.model_validate({"server": {"data_dir": str(tmp_path)}})
+    for run in (DEFAULT_RUN, OTHER):
+        Journal.open(tmp_path / "runs" / run / JOURNAL).close()
+    front: Any = Front(cast(Link, SimpleNamespace(name="front-0")))
+    await front._begin(FrontSettings(0, ("http://front0",), config, time.time() - time.monotonic()))
+    await front._open(DEFAULT_RUN, config, state(is_open=True))
+    held = JournalFile.open(segment_of(tmp_path / "runs" / OTHER / JOURNAL, 0))
+    opening = asyncio.create_task(front._open(OTHER, config, state(is_open=True)))
+    await asyncio.sleep(0)
+    shut = asyncio.create_task(front._open(DEFAULT_RUN, config, state(is_open=False)))
+    drained = asyncio.create_task(front._drained(DEFAULT_RUN))
+    await asyncio.sleep(0.1)
+    assert not drained.done()
+    held.close()
+    await asyncio.gather(opening, shut, drained)
+    assert not front._runs[DEFAULT_RUN].gate.is_open
+    for run in (DEFAULT_RUN, OTHER):
+        await front._close(run)
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[Run]:
+    with closing(Run(tmp_path)) as world:
+        yield world
+
+
+def serving(world: Run, episode: EpisodeRecord) -> FrontRun:
+    """The run on the front of an episode."""
+    policies = FrontPolicies(DEFAULT_RUN, ServeConfig(), RemoteSamplers("front-0"))
+    return FrontRun(world.front(episode), policies, cast(Keys, None), lambda: world.now)
+
+
+async def test_a_repeated_end_waits_for_the_disk_like_the_first(world: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    episode = world.begin("", mode="eval")
+    run = serving(world, episode)
+    disk, sync = threading.Event(), run.segment.file.sync
+    monkeypatch.setattr(run.segment.file, "sync", lambda: (disk.wait(), sync()))
+    world.speak(run.segment, episode)
+    ends = [asyncio.create_task(run.finish(episode.id)) for _ in range(2)]
+    await asyncio.wait(ends, timeout=0.1)
+    assert not any(end.done() for end in ends)
+    disk.set()
+    first, second = await asyncio.gather(*ends)
+    assert first == second and first is not None and first.num_calls == 1
+    await run.close()
+
+
+async def test_an_end_that_the_disk_refuses_leaves_the_episode_live(world: Run) -> None:
+    episode, other = (world.begin("g") for _ in range(2))
+    run = serving(world, episode)
+    world.speak(run.segment, episode)
+    await run.commits.durable()
+    with refused_commits(run.segment.journal):
+        world.speak(run.segment, other)
+        with pytest.raises(Later):
+            await run.finish(episode.id)
+    world.speak(run.segment, episode)
+    counts = await run.finish(episode.id)
+    assert counts is not None and counts.num_calls == 2
+    await run.close()
