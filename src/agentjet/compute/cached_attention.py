@@ -210,7 +210,7 @@ class PagedPlan:
         choices = num_tokens if self._by_row else 0
         sizes = [num_tokens] * 5 + [cache.num_blocks] * 2 + [num_tiles, num_tiles * width] + [choices] * 3
         # All tables are one vector, so one transfer brings them to the device.
-        self._hosts = [_HostTables(sizes, device) for _ in range(2)]
+        self._hosts = [_HostTables(sizes, device) for _ in range(2 if self._by_row else 1)]
         self._vector = torch.empty(sum(sizes), dtype=torch.int32, device=device)
         self.tokens, self.positions, self._row, self._block, self._slot, *tables = torch.split(self._vector, sizes)
         self._owner, self._start, self._count, table, self.source, *choices_of = tables
