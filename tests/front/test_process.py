@@ -17,7 +17,7 @@ from agentjet.compute.remote import RemoteSamplers
 from agentjet.config import ServeConfig
 from agentjet.errors import Later
 from agentjet.front.keys import Keys
-from agentjet.front.process import Front, FrontPolicies, FrontRun, FrontSettings, RunState
+from agentjet.fronts.process import Front, FrontPolicies, FrontRun, FrontSettings, RunState
 from agentjet.processes.rpc import Link
 from agentjet.swarm import EpisodeRecord, Journal
 from agentjet.swarm.journal_file import JournalFile, segment_of

@@ -13,8 +13,8 @@ from agentjet.errors import Conflict, Forbidden, NotFound
 from agentjet.front.segment import Segment, front_of
 from agentjet.protocol import AbortRequest, FinishRequest
 from agentjet.swarm import EpisodeRecord, Journal
-from agentjet.swarm.journal import CallCounts
 from agentjet.swarm.journal_file import JournalFile, create_segment, segment_of, segments_of
+from agentjet.swarm.state import CallCounts
 from agentjet.types import Call
 from tests.swarm.world import World
 
