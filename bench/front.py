@@ -294,7 +294,7 @@ async def serve(data_dir: str, fronts: int) -> None:
             listener, *others = [stack.enter_context(listen("127.0.0.1", 0, backlog=4096)) for _ in range(1 + fronts)]
             found: Any = None
             if fronts:  # Another checkout may have none.
-                from agentjet.server.fronts import Fronts
+                from agentjet.fronts.supervision import FrontProcesses as Fronts
 
                 found = Fronts(given, compute, others, time.time)  # type: ignore[arg-type]
             runs = Runs(given, compute, **({"fronts": found} if fronts else {}))
@@ -324,7 +324,7 @@ class Agents:
         self._words: list[str] = json.loads((Path(data_dir) / "words.json").read_text())
         server = psutil.Process(pid)
         commands = {one: " ".join(one.cmdline()) for one in server.children(recursive=True)}
-        kinds = {one: "front" if "agentjet.front" in command else "server" for one, command in commands.items()}
+        kinds = {one: "front" if "agentjet.fronts" in command else "server" for one, command in commands.items()}
         self._kinds = {server: "server"} | {one: kind for one, kind in kinds.items() if SAMPLE not in commands[one]}
         self._idle = {"server": 0.0, "front": 0.0}
         """CPU seconds a second without calls."""
