@@ -17,6 +17,7 @@ from agentjet.compute.remote import RemoteSamplers
 from agentjet.config import ServeConfig
 from agentjet.errors import Later
 from agentjet.front.keys import Keys
+from agentjet.front.tracing import Tracing
 from agentjet.fronts.process import Front, FrontPolicies, FrontRun, FrontSettings, RunState
 from agentjet.processes.rpc import Link
 from agentjet.swarm import EpisodeRecord, Journal
@@ -65,7 +66,7 @@ def world(tmp_path: Path) -> Iterator[Run]:
 def serving(world: Run, episode: EpisodeRecord) -> FrontRun:
     """The run on the front of an episode."""
     policies = FrontPolicies(DEFAULT_RUN, ServeConfig(), RemoteSamplers("front-0"))
-    return FrontRun(world.front(episode), policies, cast(Keys, None), lambda: world.now)
+    return FrontRun(world.front(episode), policies, cast(Keys, None), Tracing(), lambda: world.now)
 
 
 async def test_a_repeated_end_waits_for_the_disk_like_the_first(world: Run, monkeypatch: pytest.MonkeyPatch) -> None:
