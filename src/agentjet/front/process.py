@@ -15,7 +15,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -254,7 +254,7 @@ class Front:
         app = new_app(self._scope(DEFAULT_RUN), openapi_url=None)
         app.routes.extend(inference.router.routes)
         app.add_middleware(RunMiddleware, enter=self._enter, allowed=allowed_hosts(server))
-        app.add_middleware(FrontPrefix, settings=self.settings)
+        app.add_middleware(FrontPrefix, front=self.settings.index, addresses=self.settings.addresses)
         http = HttpServer(uvicorn_config(app, server))
         self._start(http.serve(sockets=[socket.socket(fileno=int(os.environ[SOCKET]))]))
         tune_python()
@@ -350,9 +350,11 @@ class Front:
 class FrontPrefix:
     """Middleware that removes `/f{front}` from a path, where a proxy did not, and refuses paths of other fronts."""
 
-    def __init__(self, app: ASGIApp, settings: FrontSettings) -> None:
+    def __init__(self, app: ASGIApp, front: int | None, addresses: Sequence[str]) -> None:
+        """`front` is None in the server, which refuses the paths of all fronts; `addresses` are the fronts' URLs."""
         self._app = app
-        self._settings = settings
+        self._front = front
+        self._addresses = addresses
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         found = PREFIX.match(scope["path"]) if scope["type"] == "http" else None
@@ -360,13 +362,14 @@ class FrontPrefix:
             await self._app(scope, receive, send)
             return
         path, front = scope["path"][found.end() :] or "/", int(found[1])
-        if front == self._settings.index:
+        if front == self._front:
             raw = scope["raw_path"].removeprefix(found[0].encode()) or b"/"
             await self._app({**scope, "path": path, "raw_path": raw}, receive, send)
             return
-        addresses = self._settings.addresses
+        addresses = self._addresses
         if front < len(addresses):
-            message = f"This is front {self._settings.index}, and the path is one of front {front}: {addresses[front]}."
+            here = "the server" if self._front is None else f"front {self._front}"
+            message = f"This is {here}, and the path is one of front {front}: {addresses[front]}."
         else:
             message = f"There is no front {front} any more: the server has {len(addresses)} (server.fronts)."
         message += (
