@@ -2,7 +2,7 @@
 
 It connects to the server, answers its requests, and ends with the connection. Agents connect to the front itself, and
 the front connects to every replica. It reads episodes and job settings in the journals of the runs, and writes calls
-into files of its own: see `Segment`.
+into its own files: see `Segment`.
 
 Its port is a socket that the server has opened, so agents that connect while a front is replaced wait for the next one.
 """
@@ -69,7 +69,7 @@ PREFIX = re.compile(r"/f(\d{1,3})(?=/|$)")
 
 @dataclass(frozen=True, slots=True)
 class FrontSettings:
-    """What a front needs before its first run."""
+    """The settings of a front, which the server sends before the first run."""
 
     index: int
     addresses: tuple[str, ...]
@@ -82,7 +82,7 @@ class FrontSettings:
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """What calls of a run depend on, besides its journal."""
+    """The facts that calls of a run depend on, besides its journal."""
 
     names: tuple[str, ...]
     model_name: str
@@ -108,7 +108,7 @@ class RunReport:
 
 @dataclass(frozen=True, slots=True)
 class FrontReport:
-    """What a front did since its last report."""
+    """The work of a front since its last report."""
 
     runs: Mapping[str, RunReport]
     work: Mapping[PolicyId, FrontWork]

@@ -35,7 +35,7 @@ import agentjet
 from agentjet.config import JobConfig
 from agentjet.errors import ConfigError, Later, StackLine, redact, thread_stack
 from agentjet.front.tracing import Tracing, present_episode, present_run
-from agentjet.protocol import Event, FrontView, GpuView, MachineView, StatusResponse, duration, remaining
+from agentjet.protocol import Event, GpuView, MachineView, StatusResponse, duration, remaining
 from agentjet.recipes import hooks
 from agentjet.swarm import SwarmState
 from agentjet.swarm.batches import NOT_FINITE, WAY_OUT
@@ -455,15 +455,6 @@ GAUGES = ("live", "waiting")
 """Episode counts that can fall. The others only grow."""
 
 
-FRONT_METRICS: tuple[tuple[str, str, Callable[[FrontView], float]], ...] = (
-    ("front_ready", "1 while the front answers calls.", lambda front: front.ready),
-    ("front_calls", "Calls of the front that wait, are sampled, or are being sent.", lambda front: front.calls),
-    ("front_load", "CPU seconds a second in the last half second.", lambda front: front.load),
-    ("front_lag_seconds", "Longest delay of the event loop in the last half second.", lambda front: front.lag),
-    ("front_starts_total", "Processes started since the server began.", lambda front: front.starts),
-)
-
-
 def printable(text: str) -> str:
     """Returns `text` with control characters escaped: clients choose metric names, and terminals show them."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
@@ -505,10 +496,17 @@ class _StatusCollector(Collector):
         meaning = "Longest time without an answer of the event loop in the last ten minutes"
         lag = {} if status.loop is None else {"cpu": status.loop.cpu, "wall": status.loop.wall}
         yield family("loop_lag_seconds", f"{meaning}, in CPU time of the process and in wall time.", lag, "clock")
-        fronts = {str(front.front): front for front in status.fronts}
-        for name, meaning, value in FRONT_METRICS:
-            yield family(name, meaning, {number: float(value(front)) for number, front in fronts.items()}, "front")
+        of_fronts = self._of_fronts
+        yield family("front_ready", "1 while the front answers calls.", of_fronts("ready"), "front")
+        yield family("front_calls", "Calls that wait, are sampled, or are being sent.", of_fronts("calls"), "front")
+        yield family("front_load", "CPU seconds a second in the last half second.", of_fronts("load"), "front")
+        meaning = "Longest delay of the event loop in the last half second."
+        yield family("front_lag_seconds", meaning, of_fronts("lag"), "front")
+        yield family("front_starts_total", "Processes since the server began.", of_fronts("starts"), "front")
         yield family("uptime_seconds", "Seconds since the server started.", status.uptime)
+
+    def _of_fronts(self, field: str) -> dict[str, float]:
+        return {str(one.front): float(getattr(one, field)) for one in self.status.fronts}
 
     def _family(self, name: str, meaning: str, values: float | Mapping[str, float], label: str = "") -> Metric:
         """Returns a metric with a value for each value of `label`. Only other runs than the default one are a label."""
