@@ -73,6 +73,7 @@ NEEDS: dict[str, tuple[Callable[[], bool], str]] = {
         "its oracle: pip install mistral-common jsonschema",
     ),
     "mlflow": (partial(has_packages, "mlflow", "sqlalchemy", "alembic"), "MLflow: pip install -e '.[mlflow]'"),
+    "nginx": (partial(has_program, "nginx"), "nginx: apt-get install nginx"),
     "node": (partial(has_program, "node"), "Node: apt-get install nodejs"),
     "npm-openai": (
         (NODE_EXAMPLE / "node_modules" / "openai").is_dir,

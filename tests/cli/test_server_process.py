@@ -4,12 +4,14 @@
 2. `agentjet runs` lists, creates and ends runs; the other commands work with the address of a run.
 3. A settings file of a run has the sections of a run only.
 4. Spans really leave the process, and a missing package is named with the way out.
+5. A port that is in use names its front.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -19,6 +21,7 @@ from typing import ClassVar
 import pytest
 
 from agentjet.cli import server_process
+from agentjet.config import ServerConfig
 from agentjet.errors import ConfigError, Conflict, Forbidden, InvalidRequest, NotFound
 from agentjet.front.tracing import tracer_provider
 from agentjet.protocol import RunSettings
@@ -195,6 +198,17 @@ def test_spans_arrive() -> None:
         for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
             spans |= {span.name for scope in resource.scope_spans for span in scope.spans}
     assert spans == {"call", "step"}
+
+
+def test_a_port_in_use_names_its_front() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        config = ServerConfig(port=port - 4, fronts=4)
+        said = rf"the port {port} of front 3 on 127\.0\.0\.1 is not .* the 4 ports after server\.port = {port - 4}"
+        with pytest.raises(ConfigError, match=said):
+            server_process._listen(config, 3)
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

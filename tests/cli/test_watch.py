@@ -24,6 +24,7 @@ from agentjet.errors import Unreachable
 from agentjet.protocol import (
     CellView,
     Event,
+    FrontView,
     HealthRuleView,
     HealthView,
     LearningView,
@@ -306,6 +307,21 @@ def test_many_clients_are_one_line() -> None:
     line = dict(status_lines(seen(clients=clients | {"silent": 900.0}, holding={"silent": 3, first: 1})))["clients"]
     assert line.startswith("silent (holds 3, seen 900 s ago), long-long-") and "… (holds 1, seen 0 s ago)" in line
     assert line.endswith(" and 37 more") and len(line) < 300
+
+
+def test_fronts_have_a_line_each() -> None:
+    fronts = [
+        FrontView(front=0, ready=True, calls=12, load=0.434, lag=0.0123, starts=1),
+        FrontView(front=1, ready=False, calls=0, load=0.0, lag=0.0, starts=2),
+        FrontView(front=2, ready=True, calls=0, load=0.0, lag=0.0, starts=3),
+    ]
+    lines = ["0: 12 calls, 43% of a core, lag 0.012 s", "1: starts, 1 restart"]
+    lines.append("2: 0 calls, 0% of a core, lag 0 s, 2 restarts")
+    status = seen(fronts=fronts)
+    shown = status_lines(status)
+    place = shown.index(("fronts", lines[0]))
+    assert [line for _, line in shown[place : place + 3]] == lines and "fronts" not in dict(status_lines(seen()))
+    assert f"fronts     {lines[0]}" in drawn(snapshot(status=status))
 
 
 def test_clients_of_long_ago_are_counted() -> None:

@@ -198,6 +198,21 @@ def test_each_source_of_a_refused_setting_is_named_the_same_way(
             "policies.b.model = 'n' and policies.a.model = 'm': the adapters of one worker share one base model; set "
             "policies.b.worker to another name",
         ),
+        (
+            ["server.fronts=2"],
+            "server.fronts = 2 needs samplers beside the learner: set compute.backend = 'cluster', or fronts to 0",
+        ),
+        (["server.fronts=9"], "server.fronts = 9 (--set): input should be less than or equal to 8"),
+        (
+            ["server.fronts=3", "server.port=65533", "compute.backend=cluster"],
+            "server.port = 65533 leaves no ports for 3 fronts: lower it",
+        ),
+        (
+            ["server.front_url=https://agents.example/f0"],
+            "server.front_url = 'https://agents.example/f0' (--set): not a URL with {front}, which stands for the "
+            "number of the front: use one such as 'https://agents.example/f{front}'",
+        ),
+        (["server.front_url=agents.example/f{front}"], "not a URL with {front}"),
         (["batch_size"], "'batch_size' is not of the form section.setting=value"),
         (["=3"], "'=3' is not of the form section.setting=value"),
     ],

@@ -11,11 +11,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import httpx
 import pytest
+from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
 
 from agentjet.compute.remote import RemoteSamplers
 from agentjet.config import ServeConfig
 from agentjet.errors import Later
+from agentjet.front.http import FrontPrefix
 from agentjet.front.keys import Keys
 from agentjet.front.tracing import Tracing
 from agentjet.fronts.process import Front, FrontPolicies, FrontRun, FrontSettings, RunState
@@ -55,6 +59,54 @@ async def test_a_run_is_drained_after_its_gate_was_shut(tmp_path: Path) -> None:
     assert not front._runs[DEFAULT_RUN].gate.is_open
     for run in (DEFAULT_RUN, OTHER):
         await front._close(run)
+
+
+ADDRESSES = tuple(f"https://agents.example/f{front}" for front in range(2))
+
+
+@pytest.mark.parametrize(
+    ("sent", "path"),
+    [
+        ("/v1/models", "/v1/models"),  # A proxy removed the prefix, or there is none.
+        ("/f1/v1/models", "/v1/models"),
+        ("/f1/runs/other/v1/models", "/runs/other/v1/models"),
+        ("/f1", "/"),
+        ("/f1/", "/"),
+        ("/f1/f1/v1/models", "/f1/v1/models"),
+        ("/f/v1/models", "/f/v1/models"),
+        ("/f1x/v1/models", "/f1x/v1/models"),
+    ],
+)
+async def test_a_front_removes_its_prefix_where_a_proxy_did_not(sent: str, path: str) -> None:
+    assert (await asked(sent)).json() == {"path": path, "raw_path": path}
+
+
+@pytest.mark.parametrize(
+    ("front", "sent", "said"),
+    [
+        (1, "/f0/v1/models", "This is front 1, and the path is one of front 0: https://agents.example/f0."),
+        (1, "/f7/v1/models", "There is no front 7 any more: the server has 2 (server.fronts)."),
+        (None, "/f7/v1/models", "There is no front 7 any more"),
+        (None, "/f1/v1/models", "This is the server, and the path is one of front 1: https://agents.example/f1."),
+        (None, "/f1", "This is the server, and the path is one of front 1"),
+    ],
+)
+async def test_the_paths_of_other_fronts_are_refused(front: int | None, sent: str, said: str) -> None:
+    answer = await asked(sent, front)
+    assert answer.status_code == 403 and '"other_front"' in answer.text
+    assert said in answer.text and "check the proxy's rules for /f0/, /f1/ and so on" in answer.text
+
+
+async def asked(path: str, front: int | None = 1) -> httpx.Response:
+    """The answer of one front of two, or of the server, whose application repeats its path."""
+
+    async def repeat(scope: Scope, receive: Receive, send: Send) -> None:
+        found = {"path": scope["path"], "raw_path": scope["raw_path"].decode()}
+        await JSONResponse(found)(scope, receive, send)
+
+    app = FrontPrefix(repeat, front, ADDRESSES)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://front") as client:
+        return await client.get(path)
 
 
 @pytest.fixture

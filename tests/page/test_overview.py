@@ -8,6 +8,7 @@
 6. `w` and a button open the worst episode of the newest batch.
 7. Scores are curves by name beside the reward, also that of the version before the first step.
 8. A name shows tabs and newlines as their names.
+9. Fronts have their calls, load, lag and restarts.
 """
 
 from __future__ import annotations
@@ -171,3 +172,15 @@ def test_what_was_not_needed_is_not_drawn_as_a_failure(tab: Tab) -> None:
     table = tab.open("/episodes").get_by_role("grid", name="Episodes")
     expect(table.locator(".mark").nth(0)).to_have_class(re.compile("bad"))
     expect(table.locator(".mark").nth(1)).to_have_class(re.compile("muted"))
+
+
+def test_fronts_are_counts_of_the_run(tab: Tab, site: Site) -> None:
+    front = {"front": 0, "ready": True, "calls": 12, "load": 0.434, "lag": 0.0123, "starts": 2}
+    fronts = [front, {**front, "front": 1, "ready": False, "starts": 1}]
+    status = {**site.get("/status"), "fronts": fronts}
+    page = overview(tab, status=status)
+    facts = page.locator(".counts-line")
+    expect(facts).to_contain_text("front 0: 12 calls, 43.4 % of a core, lag 0.0123 s, 1 restart")
+    expect(facts).to_contain_text("front 1 starts")
+    assert wrong_facts(page, lambda route: status if route == "/status" else site.get(route))[1] == []
+    assert unexpected_elements(page) == []

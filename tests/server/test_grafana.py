@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from agentjet.protocol import FrontView
 from tests.server.serving import serving
 
 pytestmark = pytest.mark.anyio
@@ -22,9 +23,12 @@ def queries() -> list[str]:
     return [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
 
 
-async def test_the_dashboard_shows_every_metric_and_no_other(tmp_path: Path) -> None:
+async def test_the_dashboard_shows_every_metric_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving(tmp_path / "d") as served:
         await served.run.batch()
+        front = FrontView(front=0, ready=True, calls=1, load=0.5, lag=0.01, starts=2)
+        status = served.run.gateway.status().model_copy(update={"fronts": [front]})
+        monkeypatch.setattr(served.run.gateway, "status", lambda: status)
         families = text_string_to_metric_families((await served.http.get("/metrics")).text)
         samples = [sample for family in families for sample in family.samples]
     labels = {sample.name: OF_PROMETHEUS | set(sample.labels) for sample in samples}

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from agentjet.protocol import (
         CodeVersionStatus,
         ComparisonView,
+        FrontView,
         HealthView,
         RunView,
         StatusResponse,
@@ -84,6 +85,7 @@ def _status_rows(status: StatusResponse, health: HealthView | None) -> Iterator[
     yield "groups", f"{status.groups_complete} of {status.batch_size} complete, {status.groups_open} open"
     yield "episodes", _episodes(status)
     yield "calls", f"{status.calls_active} active"
+    yield "fronts", front_lines(status)
     yield "clients", clients_line(status)
     yield "code", code_lines(status, NUM_CODE_VERSIONS)
     yield "task sets", task_set_lines(status)
@@ -145,6 +147,17 @@ def task_set_lines(status: StatusResponse) -> list[str]:
         return f"{name}: share {one.share:.3g}{weight}{reward}, {one.groups_complete} complete, {one.groups_open} open"
 
     return [line(name, one) for name, one in status.task_sets.items()]
+
+
+def front_lines(status: StatusResponse) -> list[str]:
+    """A line for each process that answers calls; none if the server answers them."""
+
+    def line(one: FrontView) -> str:
+        begun = f"{one.calls} calls, {one.load:.0%} of a core, lag {one.lag:.2g} s" if one.ready else "starts"
+        ends = one.starts - 1
+        return f"{one.front}: {begun}" + (f", {ends} restart{'s' if ends > 1 else ''}" if ends > 0 else "")
+
+    return [line(one) for one in status.fronts]
 
 
 # ---- job -------------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Option
 
 from agentjet.cli import Server, one_line
-from agentjet.cli.runs import clients_line, code_lines, task_set_lines
+from agentjet.cli.runs import clients_line, code_lines, front_lines, task_set_lines
 from agentjet.errors import Later, Unreachable
 from agentjet.protocol import duration, report_lines
 from agentjet.types import DEFAULT_RUN
@@ -286,6 +286,7 @@ def screen(snapshot: Snapshot, width: int) -> Table:
         ("warning", plain(nothing_to_learn(snapshot.status), "yellow")),
         ("waits for", waits(snapshot, width - 14)),
         ("time", spent(snapshot.steps)),
+        ("fronts", plain(front_lines(snapshot.status))),
         ("task sets", plain(task_set_lines(snapshot.status))),
         ("clients", plain([clients_line(snapshot.status)])),
         ("code", plain(code_lines(snapshot.status, SHOWN_VERSIONS))),

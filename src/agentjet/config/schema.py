@@ -472,7 +472,8 @@ class ServerConfig(Section):
     max_calls_per_episode: Int64 = Field(256, ge=1)
     """Maximum number of concurrent calls of one episode, waiting calls included; above it, 429."""
     max_calls_per_client: Int64 = Field(4096, ge=1)
-    """Maximum number of concurrent calls of one `client_id` over all its episodes; above it, 429."""
+    """Maximum number of concurrent calls of one `client_id` over all its episodes; above it, 429. Each front counts
+    those of its episodes."""
     trace_endpoint: str = ""
     """URL that receives OpenTelemetry spans of calls and steps (OTLP over HTTP), such as
     `http://127.0.0.1:4318/v1/traces`. Empty: no tracing. Needs the extra `otel`."""

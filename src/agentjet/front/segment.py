@@ -43,7 +43,7 @@ def _front_of(key: str, fronts: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """What a front reports about live episodes since its last report."""
+    """The activity of live episodes since the last report of a front."""
 
     heard: dict[str, bool] = field(default_factory=dict)
     """The episodes with a request; True if it was a call."""
@@ -125,7 +125,7 @@ class Segment(Conversations):
         return self.episodes[episode_id]
 
     def up_to_date(self, episode_id: str) -> EpisodeRecord:
-        """An episode as this front knows it: the server ends it and says so."""
+        """An episode as this front has it. The server ends it with a message."""
         return self.episode(episode_id)
 
     def is_unread(self, episode_id: str) -> bool:

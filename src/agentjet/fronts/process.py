@@ -2,7 +2,7 @@
 
 It connects to the server, answers its requests, and ends with the connection. Agents connect to the front itself, and
 the front connects to every replica. It reads episodes and job settings in the journals of the runs, and writes calls
-into files of its own: see `Segment`.
+into its own files: see `Segment`.
 
 Its port is a socket that the server has opened, so agents that connect while a front is replaced wait for the next one.
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import re
 import socket
 import time
 from collections.abc import Coroutine, Mapping
@@ -22,20 +21,19 @@ from pathlib import Path
 from typing import Any
 
 from starlette.requests import HTTPConnection
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agentjet.compute.fleet import FrontWork, Others, RoutingFacts
 from agentjet.compute.remote import RemoteSamplers
 from agentjet.config import ServeConfig
-from agentjet.errors import ConfigError, Forbidden
+from agentjet.errors import ConfigError
 from agentjet.front import inference
 from agentjet.front.http import (
+    FrontPrefix,
     HttpServer,
     RequestLimits,
     RunMiddleware,
     RunScope,
     allowed_hosts,
-    error_response,
     key_of,
     new_app,
     refuse_foreign,
@@ -58,8 +56,6 @@ SOCKET = "AGENTJET_FRONT_SOCKET"
 """Variable with the number of the open socket of the front's port."""
 OPEN_SECONDS = 20.0
 """Time for the file of a front to be released by a process that is being killed."""
-PREFIX = re.compile(r"/f(\d{1,3})(?=/|$)")
-"""Path of a front behind a proxy that does not remove it."""
 
 
 # ---- messages --------------------------------------------------------------------------------------------------------
@@ -67,7 +63,7 @@ PREFIX = re.compile(r"/f(\d{1,3})(?=/|$)")
 
 @dataclass(frozen=True, slots=True)
 class FrontSettings:
-    """What a front needs before its first run."""
+    """The settings of a front, which the server sends before the first run."""
 
     index: int
     addresses: tuple[str, ...]
@@ -80,7 +76,7 @@ class FrontSettings:
 
 @dataclass(frozen=True, slots=True)
 class FrontReport:
-    """What a front did since its last report."""
+    """The work of a front since its last report."""
 
     runs: Mapping[str, RunReport]
     work: Mapping[PolicyId, FrontWork]
@@ -135,7 +131,7 @@ class Front:
         app = new_app(self._scope(DEFAULT_RUN), openapi_url=None)
         app.routes.extend(inference.router.routes)
         app.add_middleware(RunMiddleware, enter=self._enter, allowed=allowed_hosts(server))
-        app.add_middleware(FrontPrefix, settings=self.settings)
+        app.add_middleware(FrontPrefix, front=self.settings.index, addresses=self.settings.addresses)
         http = HttpServer(uvicorn_config(app, server))
         self._start(http.serve(sockets=[socket.socket(fileno=int(os.environ[SOCKET]))]))
         tune_python()
@@ -226,34 +222,6 @@ class Front:
 
     def _refuse_foreign(self, key: str) -> None:
         refuse_foreign(key, [run.keys for run in self._runs.values()])
-
-
-class FrontPrefix:
-    """Middleware that removes `/f{front}` from a path, where a proxy did not, and refuses paths of other fronts."""
-
-    def __init__(self, app: ASGIApp, settings: FrontSettings) -> None:
-        self._app = app
-        self._settings = settings
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        found = PREFIX.match(scope["path"]) if scope["type"] == "http" else None
-        if found is None:
-            await self._app(scope, receive, send)
-            return
-        path, front = scope["path"][found.end() :] or "/", int(found[1])
-        if front == self._settings.index:
-            raw = scope["raw_path"].removeprefix(found[0].encode()) or b"/"
-            await self._app({**scope, "path": path, "raw_path": raw}, receive, send)
-            return
-        addresses = self._settings.addresses
-        if front < len(addresses):
-            message = f"This is front {self._settings.index}, and the path is one of front {front}: {addresses[front]}."
-        else:
-            message = f"There is no front {front} any more: the server has {len(addresses)} (server.fronts)."
-        message += (
-            " The URL of an episode is the base_url of its begin; check the proxy's rules for /f0/, /f1/ and so on."
-        )
-        await error_response(path, Forbidden(message, code="other_front"))(scope, receive, send)
 
 
 async def serve() -> None:

@@ -109,6 +109,10 @@ class FrontProcesses:
         host = host.rpartition(":")[0] if host.rpartition("]")[2].count(":") else host
         return f"{scheme}://{host}:{self._handles[front].listener.getsockname()[1]}"
 
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        return tuple(self.address(one.index, self._url(one)) for one in self._handles)
+
     def views(self) -> list[FrontView]:
         return [
             FrontView(
@@ -213,8 +217,8 @@ class FrontProcesses:
         handle.starts += 1
         peer = await self._supervisor.start(launch)
         handle.peer = peer
-        addresses = tuple(self.address(one.index, self._url(one)) for one in self._handles)
-        settings = FrontSettings(handle.index, addresses, without_job(self._config), self._clock() - time.monotonic())
+        offset = self._clock() - time.monotonic()
+        settings = FrontSettings(handle.index, self.addresses, without_job(self._config), offset)
         async with asyncio.timeout(HUNG_SECONDS * 3):
             await peer.ask("begin", None, settings)
             for run in list(self.runs.values()):  # Runs and policies come and go meanwhile: all fronts are told.

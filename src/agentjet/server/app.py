@@ -39,6 +39,7 @@ from agentjet.front import inference
 from agentjet.front.http import (
     BEARER,
     PROBLEM,
+    FrontPrefix,
     RequestLimits,
     RunMiddleware,
     allowed_hosts,
@@ -81,6 +82,8 @@ def create_app(runs: Runs, keys: Keys) -> FastAPI:
     for each in (calls, *routers, page_routes):
         app.routes.extend(each.routes)
     app.add_middleware(RunMiddleware, enter=served.enter, allowed=allowed_hosts(runs.default.config.server))
+    if (fronted := runs.default.fronted) is not None:  # A proxy may lack the rules for fronts.
+        app.add_middleware(FrontPrefix, front=None, addresses=fronted.addresses)
     return app
 
 

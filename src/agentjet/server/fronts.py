@@ -50,6 +50,11 @@ class Fronts(Protocol):
         """Returns the base URL of a front. `url` is a URL of this server, as the client reaches it."""
         ...
 
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """The base URLs of the fronts, as this machine reaches them if `server.front_url` is empty."""
+        ...
+
     def views(self) -> list[FrontView]:
         """Returns the present state of each front."""
         ...
@@ -125,6 +130,11 @@ class FrontedCalls:
     def fronts(self) -> list[FrontView]:
         return self._fronts.views()
 
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """The base URLs of the fronts."""
+        return self._fronts.addresses
+
     def busy_seconds(self) -> float:
         """Returns the seconds in which the busiest front sampled a call."""
         return max((sum(parts) for parts in self._busy.values()), default=0.0)
@@ -144,7 +154,7 @@ class FrontedCalls:
         return policies.run, without_job(policies.config), state
 
     def push(self) -> None:
-        """Tells the fronts the present state."""
+        """Sends the present state to the fronts."""
         if self._policies.run in self._fronts.runs:
             self._fronts.tell("open", *self.opening())
 

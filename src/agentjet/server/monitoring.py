@@ -496,7 +496,20 @@ class _StatusCollector(Collector):
         meaning = "Longest time without an answer of the event loop in the last ten minutes"
         lag = {} if status.loop is None else {"cpu": status.loop.cpu, "wall": status.loop.wall}
         yield family("loop_lag_seconds", f"{meaning}, in CPU time of the process and in wall time.", lag, "clock")
+        if status.fronts:
+            yield from self._fronts()
         yield family("uptime_seconds", "Seconds since the server started.", status.uptime)
+
+    def _fronts(self) -> Iterator[Metric]:
+        def family(name: str, meaning: str, field: str) -> Metric:
+            values = {str(one.front): float(getattr(one, field)) for one in self.status.fronts}
+            return self._family(name, meaning, values, "front")
+
+        yield family("front_ready", "1 while the front answers calls.", "ready")
+        yield family("front_calls", "Calls that wait, are sampled, or are being sent.", "calls")
+        yield family("front_load", "CPU seconds a second in the last half second.", "load")
+        yield family("front_lag_seconds", "Longest delay of the event loop in the last half second.", "lag")
+        yield family("front_starts_total", "Processes since the server began.", "starts")
 
     def _family(self, name: str, meaning: str, values: float | Mapping[str, float], label: str = "") -> Metric:
         """Returns a metric with a value for each value of `label`. Only other runs than the default one are a label."""

@@ -7,8 +7,8 @@ A transaction is on disk when it ends or, after `defer_commits`, once the `commi
 thread. After a failed `fdatasync` nothing is written any more: the kernel may have dropped the pages, and a second call
 would succeed without writing them.
 
-Fronts write calls into files of their own, `calls/front-N.sqlite` beside the journal, with the same tables. A journal
-reads them, too: `calls` is then a view of all files, and `main.calls` the table of its own.
+Each front writes calls into its own file, `calls/front-N.sqlite` beside the journal, with the same tables. A journal
+reads them, too: `calls` is then a view of all files, and `main.calls` the journal's own table.
 
 In the schema before, most facts were JSON. One set of queries returns rows of the present tables from those of the
 earlier schema. A journal that is only read gets them as temporary views with the names of the present tables. A journal

@@ -359,7 +359,7 @@ class Transactions:
             self.file.probe_disk()
 
     def _marks(self) -> tuple[int, ...]:
-        """What `_undo` keeps of earlier transactions."""
+        """The arguments with which `_undo` keeps earlier transactions."""
         return (len(self.restores),)
 
     def _undo(self, num_restores: int = 0) -> None:

@@ -168,6 +168,13 @@ function Machine() {
     ${machine.gpus.map((gpu, i) => html`<span title=${gpu.name}>GPU ${i} ${percent(gpu.load)}, ${gigabytes(gpu.memory_used)} of ${gigabytes(gpu.memory_total)}</span>`)}`;
 }
 
+// The processes that answer model calls, if the server does not.
+function Front({ front: one, path }) {
+  const restarts = one.starts > 1 && `, ${plural(one.starts - 1, "restart")}`;
+  if (!one.ready) return html`<span>front ${one.front} starts${restarts}</span>`;
+  return html`<span>front ${one.front}: <${Fact} path=${`${path}.calls`} value=${one.calls} /> calls, ${percent(one.load)} of a core, lag ${number(one.lag)} s${restarts}</span>`;
+}
+
 function Facts() {
   const now = status.value;
   const left = secondsLeft(now, steps.value);
@@ -180,6 +187,7 @@ function Facts() {
     <span><${Fact} path="/status#episodes.trained" value=${trained} /> trained</span>
     ${ended.map((name) => html`<span><${Fact} path=${`/status#episodes.${name}`} value=${now.episodes[name]} /> ${name.replace("_", " ")}</span>`)}
     <span><${Fact} path="/status#calls_active" value=${now.calls_active} /> active ${now.calls_active === 1 ? "call" : "calls"}</span>
+    ${(now.fronts ?? []).map((front, i) => html`<${Front} front=${front} path=${`/status#fronts[${i}]`} />`)}
     ${sampled > 0 && html`<span>${number(sampled)} tokens sampled and trained</span>`}
     ${session.value.live !== false && html`<span>up for ${duration(now.uptime)}</span>`}
     ${left !== null && html`<span><b>about ${duration(left)} left</b></span>`}
