@@ -27,7 +27,7 @@ from agentjet.protocol import EvaluationView
 from agentjet.server.health import RULES, STATED, TEXT, RunFacts, SilentEpisode
 from agentjet.server.learning import learning
 from agentjet.swarm.state import RECENT_STEPS
-from bench.machine import CASES, grid
+from bench.machine import CASES, grid, with_text
 
 RESULT = Path(__file__).with_name("alarms.json")
 RUNS, STEPS, SHORT, WITHIN = 2000, 60, 12, 10
@@ -358,8 +358,7 @@ def table(result: dict[str, Any]) -> str:
 
 def with_table(page: str, result: dict[str, Any]) -> str:
     """The page with the table between its marks."""
-    start, mark, rest = page.partition("<!-- bench.alarms -->\n")
-    return f"{start}{mark}{table(result)}\n<!-- end -->{rest.partition('<!-- end -->')[2]}"
+    return with_text(page, "bench.alarms", table(result))
 
 
 def main() -> None:

@@ -1,19 +1,25 @@
 """How many episodes, replicas and tokens a server carries: `python -m bench.capacity`.
 
-A discrete-event simulation of agents, gateway, journal, replicas and learner, in seconds. It takes the measured costs
-of gateway and journal (`cases/costs.json`, or `--costs FILE`) and simulates 100 to 100,000 concurrent episodes on 1 to
-1,000 replicas: the resource that saturates first, and the gain of further gateway processes and journals. Replicas and
-learner are assumptions: no GPU is needed.
+A discrete-event simulation of agents, server, fronts, replicas and learner, in seconds. It takes the measured costs of
+server and fronts (`cases/costs.json`, or `--costs FILE`) and simulates 1 to 512 replicas with 128 concurrent episodes
+each: the resource that saturates first, and the number of fronts that they need. Replicas and learner are assumptions:
+no GPU is needed.
 
-The system is closed: a number of agents plays one episode after another. A call passes the gateway (a FIFO queue with
-one server a process), a replica (its running completions advance together, one token a step), and the gateway again,
-which handles the tokens, records the call and waits for the disk. Finished groups fill batches; the learner learns
-them, one at a time, and publishes. Admission is that of `swarm.mixture.places`: groups wait for a place.
+The system is closed: a number of agents plays one episode after another. A call passes a front (a FIFO queue with one
+server a process), a replica (its running completions advance together, one token a step), and the front again, which
+handles the tokens, records the call and waits for the disk. The server begins and ends episodes and reads the reports
+of fronts; without fronts it answers the calls, too. Finished groups fill batches; the learner learns them, one at a
+time, and publishes. Admission is that of `swarm.mixture.places`: groups wait for a place.
 
 `--measure` measures the CPU of a front process for a call instead, and `--against DIR` that of another checkout
 alternately (`bench.front`): `front_call_ratio` is this checkout's cost of a call divided by the other's.
 
-Simplifications: the gateway handles the tokens of a completion at its end. Prompt tokens cost the replica steps of one
+`--fronts N` measures a server with fronts beside one that answers calls itself, in turn: CPU of the server and of the
+fronts for a call, calls a CPU second of all processes in relation to the other (`scaling_efficiency`), the calls and
+tokens a second at which the server has used 85 % of a core, and the fronts that answer them. It fits `cases/costs.json`
+to these figures, and writes it with `--save`.
+
+Simplifications: a front handles the tokens of a completion at its end. Prompt tokens cost the replica steps of one
 completion only. Nothing fails. Prints tables, then one JSON object as the last line: `docs/scaling.md` explains it.
 """
 
@@ -37,13 +43,46 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from agentjet.compute.fleet import TURNS
-from bench.machine import CASES, grid, percentile, report
+from bench.machine import CASES, ROOT, bounded, grid, markdown, percentile, report, with_text
 
-LEARNED = 1000
-"""Episodes up to which a simulation lasts until batches were learned. One gateway takes hours for larger batches."""
-COLUMNS = ("calls_per_s", "tokens_per_s", "call_s", "call_p95", "gateway", "journal", "replicas", "learner")
-COLUMNS += ("publishing", "refused", "stale", "limit")
+LEARNED = 10_000
+"""Episodes up to which a simulation lasts until batches were learned."""
+AGENTS_PER_REPLICA = 128
+MAX_FRONTS = 8  # Of a server
+PAGE = ROOT / "docs" / "scaling.md"
+COLUMNS = {
+    "calls_per_s": "calls/s",
+    "tokens_per_s": "tokens/s",
+    "call_p95": "s a call, p95",
+    "server": "server",
+    "front": "busiest front",
+    "replicas": "replicas",
+    "learner": "learner",
+    "publishing": "publish",
+    "refused": "waiting",
+    "limit": "limit",
+}
+COST_TITLES = {
+    "alone_call_ms": "CPU of a call in a server without fronts, with its share of begin and finish",
+    "front_call_ms": "CPU of a call in its front",
+    "server_call_ms": "CPU of the server for a call of a front, with its share of begin and finish",
+    "per_new_token_us": "of it, a new token of a prompt",
+    "per_prompt_token_us": "a known token of a prompt",
+    "per_token_us": "a token of a plain answer",
+    "per_streamed_token_us": "a token of a streamed answer",
+    "alone_calls_per_s": "calls a second of a server without fronts",
+    "front_calls_per_s": "calls a second of a front",
+    "run_calls_per_s": "calls a second of a server with fronts",
+    "run_tokens_per_s": "sampled tokens a second of a server with fronts",
+    "replica_calls_per_s": "calls a second of a full replica (assumed)",
+    "fronts_per_replica": "fronts that a full replica needs",
+    "replicas_alone": "full replicas of a server without fronts",
+    "replicas_of_run": "full replicas of a server with as many fronts as they need",
+    "kb_memory_per_episode": "kB of memory of a live episode, in its front",
+}
 SATURATED = 0.85  # Share of a resource's time from which it counts as saturated
+FRONTS_AT_LEAST = {"scaling_efficiency": 0.85, "run_calls_s": 1000, "run_tokens_s": 290_000}
+FRONTS_AT_MOST = {"server_call_ms": 0.8}
 
 
 # ---- the workload: episode `n` of a seed is always the same one ------------------------------------------------------
@@ -102,20 +141,20 @@ AGENTS = Workload()  # Agents with tools: 8 calls of 300 tokens, 3 s between two
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """CPU seconds of the gateway process, bytes of its journal and memory, and the disk."""
+    """CPU seconds of the processes, bytes of the journal and of memory, and the disk."""
 
-    call: float  # Of a call, besides its tokens
+    call: float  # Of a call, besides its tokens, in a server without fronts
     per_prompt_token: float  # Of each token of the prompt, known or new
-    per_new_token: float  # Of each token of the prompt that the gateway did not know
+    per_new_token: float  # Of each token of the prompt that was not known
     per_token: float  # Of each token of a plain answer
     per_streamed_token: float
-    record: float  # Part of `call` in which it is journalled
-    record_token: float
-    begin: float
-    finish: float
-    per_live: float  # Of each begin and finish, for every live episode
+    episode: float  # Begin and finish, in a server without fronts
     idle_live: float  # A second for every live episode
     route: float  # Of the choice of a replica, for each replica; part of `call` for one
+    front_call: float  # As `call`, in a front
+    front_episode: float  # End of an episode in its front
+    server_call: float  # Part of the server in a call of a front: reports and leases
+    server_episode: float  # Begin and finish in a server with fronts
     batch_token: float  # Of each forest token, while a batch is built in a thread
     rank_token: float  # Of each forest token, while the batch is encoded for the ranks
     sync: float  # Seconds of a wait for the disk
@@ -126,6 +165,11 @@ class Costs:
     memory_live: float = 0.0  # Bytes of a live episode without calls
     memory_token: float = 0.0  # Bytes of each token of a live episode's conversation
     memory_call: float = 0.0  # Bytes of a waiting call, besides its prompt
+
+    def of_call(self, prompt: float, new: float, completion: float, *, streams: bool) -> float:
+        """CPU seconds of a call in a server without fronts."""
+        token = self.per_streamed_token if streams else self.per_token
+        return self.call + self.per_prompt_token * prompt + self.per_new_token * new + token * completion
 
 
 NUM_EPISODES = 20_000  # Episodes after which the first one is played again
@@ -152,16 +196,15 @@ class Fleet:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A point of the simulation. `fronts` are gateway processes that share the agents. With `journals`, that many
-    processes record the calls; 0: each front records its own. A batch has as many episodes as there are agents.
+    """A point of the simulation. Without `fronts` the server answers the calls. A batch has as many episodes as there
+    are agents.
     """
 
     agents: int
     fleet: Fleet
     workload: Workload
     costs: Costs
-    fronts: int = 1
-    journals: int = 0
+    fronts: int = 0
     group_size: int = 8
     max_staleness: int = 2
     calls: int = 20_000  # Calls that are measured at least, after as many that are not
@@ -179,8 +222,8 @@ class Load:
     call_s: float
     call_p50: float
     call_p95: float
-    gateway: float = 0.0  # Share of the time in which the busiest gateway process computes
-    journal: float = 0.0
+    server: float = 0.0  # Share of the time in which the server computes
+    front: float = 0.0  # The same of the busiest front
     disk: float = 0.0
     replicas: float = 0.0  # Share of the replicas' slots in use
     learner: float = 0.0  # Share of the time in which a batch is learned or published
@@ -296,6 +339,7 @@ class Replica:
 
 @dataclass(slots=True, eq=False)
 class Group:
+    front: Station
     members: int = 0
     finished: int = 0
     oldest: int = 10**9
@@ -326,13 +370,12 @@ class Simulation:
         self.costs = plan.costs
         self.numbers = itertools.count()
         self._events: list[Event] = []
-        idle = self.costs.idle_live * plan.agents / plan.fronts
-        self._fronts = [Station(self.costs.sync, idle) for _ in range(plan.fronts)]
-        self._journals = [Station(self.costs.sync) for _ in range(plan.journals)]
+        self._server = Station(self.costs.sync, self.costs.idle_live * plan.agents)
+        self._fronts = [Station(self.costs.sync) for _ in range(plan.fronts)] or [self._server]
         self._replicas = [Replica(self) for _ in range(plan.fleet.replicas)]
         self._loads: list[tuple[int, int, Replica]] = []
         """Heap of the replicas by load; entries with another load than the replica's are void."""
-        self._agents = [Agent(self._fronts[i % plan.fronts]) for i in range(plan.agents)]
+        self._agents = [Agent(self._fronts[i % len(self._fronts)]) for i in range(plan.agents)]
         self._episodes = itertools.count()
         self._rng = random.Random(plan.seed)
         self._batch = max(1, plan.agents // plan.group_size)
@@ -360,7 +403,7 @@ class Simulation:
         self._learning = self._publishing = 0.0
         self._taken: list[float] = []
         self._refused_seconds, self._refused_since = 0.0, now
-        for station in (*self._fronts, *self._journals):
+        for station in {self._server, *self._fronts}:
             station.measure(now)
         for replica in self._replicas:
             replica._advance(now)
@@ -401,8 +444,8 @@ class Simulation:
             call_s=sum(self._taken) / max(1, len(self._taken)),
             call_p50=percentile(self._taken, 50),
             call_p95=percentile(self._taken, 95),
-            gateway=max(station.busy_share(self._now) for station in self._fronts),
-            journal=max((station.busy_share(self._now) for station in self._journals), default=0.0),
+            server=self._server.busy_share(self._now),
+            front=max(station.busy_share(self._now) for station in self._fronts) if plan.fronts else 0.0,
             disk=self._bytes / seconds / self.costs.disk_bandwidth,
             replicas=sum(replica.slot_seconds for replica in self._replicas) / slots / seconds,
             learner=min(1.0, self._learning / seconds),
@@ -423,8 +466,12 @@ class Simulation:
         if not is_first:
             agent.turns, agent.turn, agent.prompt = self._next_episode(), 0, 0
         self._live += 1
-        ready = agent.front.serve(now, self.costs.begin + self.costs.per_live * self._live)
-        self.at(agent.front.synced(ready) + agent.turns[agent.turn].seconds, self._send, agent)
+        ready = self._server.serve(now, self._server_episode / 2)
+        self.at(self._server.synced(ready) + agent.turns[agent.turn].seconds, self._send, agent)
+
+    @property
+    def _server_episode(self) -> float:
+        return self.costs.server_episode if self.plan.fronts else self.costs.episode
 
     def _next_episode(self) -> list[Turn]:
         return episode(self.plan.workload, next(self._episodes) % NUM_EPISODES)
@@ -436,10 +483,10 @@ class Simulation:
             batches_ahead = plan.max_staleness + 1 - self._pending
             if len(self._groups) >= self._batch * batches_ahead:
                 return False
-            group = self._newest = Group()
+            group = self._newest = Group(self._rng.choice(self._fronts))  # By a hash of its name
             self._groups[id(group)] = group
         group.members += 1
-        agent.group = group
+        agent.group, agent.front = group, group.front
         return True
 
     def _admit(self, now: float) -> None:
@@ -456,9 +503,14 @@ class Simulation:
         self._refused_since = now
 
     def _finish(self, now: float, agent: Agent) -> None:
+        if self.plan.fronts:
+            self.at(agent.front.synced(agent.front.serve(now, self.costs.front_episode)), self._finish_at_server, agent)
+        else:
+            self._finish_at_server(now, agent)
+
+    def _finish_at_server(self, now: float, agent: Agent) -> None:
         self._live -= 1
-        done = agent.front.serve(now, self.costs.finish + self.costs.per_live * self._live)
-        self.at(agent.front.synced(done), self._finished, agent)
+        self.at(self._server.synced(self._server.serve(now, self._server_episode / 2)), self._finished, agent)
 
     def _finished(self, now: float, agent: Agent) -> None:
         self._ended += 1
@@ -481,9 +533,13 @@ class Simulation:
         turn, costs = agent.turns[agent.turn], self.costs
         agent.sent = now
         agent.prompt += turn.context
-        work = costs.call / 2 + costs.per_prompt_token * agent.prompt + costs.per_new_token * turn.context
+        work = self._half_call + costs.per_prompt_token * agent.prompt + costs.per_new_token * turn.context
         work += costs.route * self.plan.fleet.replicas
         self.at(agent.front.serve(now, work), self._route, agent)
+
+    @property
+    def _half_call(self) -> float:
+        return (self.costs.front_call if self.plan.fronts else self.costs.call) / 2
 
     def routing(self, replica: Replica) -> None:
         """The load of a replica changed."""
@@ -508,19 +564,11 @@ class Simulation:
         """The completion is done: its tokens pass the gateway, and the call is recorded."""
         turn, costs = agent.turns[agent.turn], self.costs
         handled = turn.completion * (costs.per_streamed_token if turn.streams else costs.per_token)
-        record = costs.record + costs.record_token * (turn.completion + turn.context)
         self._bytes += costs.bytes_call + costs.bytes_token * (turn.completion + turn.context)
-        work = costs.call / 2 + handled
-        if not self._journals:
-            done = agent.front.serve(now, work)
-            self.at(agent.front.synced(done), self._answered, agent)
-        else:  # `record` is a part of the measured cost of a call.
-            done = agent.front.serve(now, max(0.0, work - record))
-            self.at(done, self._recorded, agent, record)
-
-    def _recorded(self, now: float, agent: Agent, record: float) -> None:
-        journal = self._journals[id(agent) // 64 % len(self._journals)]
-        self.at(journal.synced(journal.serve(now, record)), self._answered, agent)
+        done = agent.front.serve(now, self._half_call + handled)
+        if self.plan.fronts:  # The report of the front: nothing waits for it.
+            self._server.serve(now, costs.server_call)
+        self.at(agent.front.synced(done), self._answered, agent)
 
     def _answered(self, now: float, agent: Agent) -> None:
         turn = agent.turns[agent.turn]
@@ -547,15 +595,15 @@ class Simulation:
             self._drop(list(self._groups.values()))
         costs = self.costs
         tokens = self._batch * self.plan.group_size * self._tokens_per_episode
-        process = self._journals[0] if self._journals else self._fronts[0]
+        process = self._fronts[0]
         process.slow_until = now + 2 * costs.batch_token * tokens
         self._learning_since = now
-        self.at(process.slow_until, self._learn, process, tokens)
+        self.at(process.slow_until, self._learn, tokens)
 
-    def _learn(self, now: float, process: Station, tokens: float) -> None:
+    def _learn(self, now: float, tokens: float) -> None:
         """The batch is built: encode it, send it to all ranks, learn it."""
         fleet, costs = self.plan.fleet, self.costs
-        encoded = process.serve(now, costs.rank_token * tokens)
+        encoded = self._server.serve(now, costs.rank_token * tokens)
         sent = encoded + costs.rank_bytes_token * tokens * fleet.ranks / fleet.weights_bandwidth
         self.at(sent + tokens / (fleet.ranks * fleet.tokens_per_rank), self._publish)
 
@@ -610,49 +658,52 @@ def fleet(replicas: int) -> Fleet:
 
 def first_limit(load: Load) -> str:
     """The resource with the largest share of use, if that counts as saturated."""
-    shares = {"gateway": load.gateway, "journal": load.journal, "disk": load.disk, "replicas": load.replicas}
+    shares = {"server": load.server, "front": load.front, "disk": load.disk, "replicas": load.replicas}
     shares["publish" if load.publishing > load.learner / 2 else "learner"] = load.learner
     name = max(shares, key=lambda name: shares[name])
     return name if shares[name] >= SATURATED else "agents"
 
 
-def loads(costs: Costs, agents: Sequence[int], replicas: Sequence[int], console: Console) -> list[dict[str, Any]]:
-    """The simulated loads of one gateway, except those with far too few or too many replicas."""
+def loads(costs: Costs, replicas: Sequence[int], console: Console) -> list[dict[str, Any]]:
+    """The simulated loads of one server, without fronts and with as many as the replicas need."""
+    needed = limits(costs)["fronts_per_replica"]
     found = []
-    for number in agents:
-        for count in [count for count in replicas if 1 <= number / count <= 1000]:
-            console.print(f"simulating {number} episodes on {count} replicas ...")
-            plan = Plan(number, fleet(count), AGENTS, costs)
-            if number > LEARNED:
-                plan = replace(plan, calls=max(plan.calls, number), batches=0)
+    for count in replicas:
+        for fronts in (0, min(MAX_FRONTS, math.ceil(needed * count))):
+            agents = AGENTS_PER_REPLICA * count
+            console.print(f"simulating {agents} episodes on {count} replicas with {fronts} fronts ...")
+            plan = Plan(agents, fleet(count), AGENTS, costs, fronts)
+            if agents > LEARNED:
+                plan = replace(plan, calls=max(plan.calls, agents), batches=0)
             load = Simulation(plan).run()
-            found.append({"agents": number, "num_replicas": count, "limit": first_limit(load), **rounded(asdict(load))})
+            facts = {"agents": agents, "num_replicas": count, "fronts": fronts, "limit": first_limit(load)}
+            found.append({**facts, **rounded(asdict(load))})
     return found
 
 
-def variants(costs: Costs, agents: int, replicas: int, console: Console) -> list[dict[str, Any]]:
-    """Changes of one load: runs spread over several gateways, and designs that are not built."""
-    whole = Plan(agents, fleet(replicas), AGENTS, costs)
-    plain = replace(AGENTS, streamed=0.0)
-    cases = {"one gateway": (whole, 1)}
-    for gateways in (2, 4, 8, 16):
-        part = replace(whole, agents=agents // gateways, fleet=fleet(max(1, replicas // gateways)))
-        cases[f"{gateways} gateways, each with its own runs"] = part, gateways
-    cases["25 times as many of all, 400 such gateways"] = (
-        replace(whole, agents=agents // 16, fleet=fleet(max(1, replicas // 16))),
-        400,
-    )
-    for fronts, journals in ((2, 0), (8, 1), (8, 4), (16, 1)):
-        design = f"{journals} journal process{'es' if journals > 1 else ''}" if journals else "a journal each"
-        cases[f"not built: {fronts} fronts of one run, {design}"] = replace(whole, fronts=fronts, journals=journals), 1
-    cases["no call is streamed"] = replace(whole, workload=plain), 1
+def variants(costs: Costs, replicas: int, console: Console) -> list[dict[str, Any]]:
+    """Changes of one load: other numbers of fronts, several servers, no streams."""
+    whole = Plan(AGENTS_PER_REPLICA * replicas, fleet(replicas), AGENTS, costs)
+    part = replace(whole, agents=whole.agents // 4, fleet=fleet(max(1, replicas // 4)))
+    cases = {f"{fronts} fronts": (replace(whole, fronts=fronts), 1) for fronts in (0, 1, 2, 4, 8)}
+    cases["4 servers without fronts, each with its own runs"] = part, 4
+    plain = replace(whole, workload=replace(AGENTS, streamed=0.0))
+    cases |= {f"{fronts} fronts, no call is streamed": (replace(plain, fronts=fronts), 1) for fronts in (0, 4)}
     found = []
     for name, (plan, times) in cases.items():
-        console.print(f"simulating {agents} episodes on {replicas} replicas: {name} ...")
+        console.print(f"simulating {whole.agents} episodes on {replicas} replicas: {name} ...")
         load = Simulation(replace(plan, batches=1)).run()
         totals = {n: getattr(load, n) * times for n in ("calls_per_s", "tokens_per_s", "episodes_per_s")}
         found.append({"case": name, "limit": first_limit(load), **rounded({**asdict(load), **totals})})
     return found
+
+
+def shares(row: dict[str, Any]) -> dict[str, Any]:
+    """A row with its shares in percent."""
+    names = ("server", "front", "replicas", "learner", "publishing", "refused")
+    is_learning = bool(row["batches"])
+    given = {name: f"{row[name]:.0%}" for name in names if is_learning or name not in names[3:]}
+    return {**row, **dict.fromkeys(names, "-"), **given}
 
 
 def rounded(values: dict[str, Any]) -> dict[str, Any]:
@@ -663,7 +714,7 @@ def rounded(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def limits(costs: Costs) -> dict[str, float]:
-    """The load at which each part of one gateway saturates, for the workload `AGENTS`, from the costs alone."""
+    """The load at which each process saturates, for the workload `AGENTS`, from the costs alone."""
     turns = [turn for number in range(2000) for turn in AGENTS.episode(number)]
     calls, seconds = len(turns) / 2000, statistics.fmean(turn.seconds for turn in turns)
     completion = statistics.fmean(turn.completion for turn in turns)
@@ -675,22 +726,30 @@ def limits(costs: Costs) -> dict[str, float]:
             length += turn.context
             prompts.append(length)
             length += turn.completion
-    token = AGENTS.streamed * costs.per_streamed_token + (1 - AGENTS.streamed) * costs.per_token
-    call = costs.call + costs.per_prompt_token * statistics.fmean(prompts) + costs.per_new_token * context
-    call += token * completion + (costs.begin + costs.finish) / calls
+    both = [costs.of_call(statistics.fmean(prompts), context, completion, streams=streams) for streams in (True, False)]
+    call = AGENTS.streamed * both[0] + (1 - AGENTS.streamed) * both[1]
+    alone, front = call + costs.episode / calls, call - costs.call + costs.front_call + costs.front_episode / calls
+    server = costs.server_call + costs.server_episode / calls
     assumed = Fleet()
-    cycle = seconds + completion * (assumed.step + assumed.slots / 2 * assumed.step_per_completion)
+    sampling = completion * (assumed.step + assumed.slots * assumed.step_per_completion)
+    of_replica = assumed.slots / sampling
     tree = calls * (context + completion)
     written = costs.bytes_call + costs.bytes_token * (context + completion)
     held = costs.memory_live + costs.memory_token * tree / 2 + costs.memory_call
     return {
-        "cpu_ms_per_call": 1e3 * call,
-        "of_it_streaming_ms": 1e3 * AGENTS.streamed * completion * (costs.per_streamed_token - costs.per_token),
-        "calls_per_s": 1 / call,
-        "tokens_per_s": completion / call,
-        "episodes_at_once": cycle / call,
-        "replicas": (cycle - seconds) / call / assumed.slots,
-        "disk_share": written / call / costs.disk_bandwidth,
+        "alone_call_ms": 1e3 * alone,
+        "front_call_ms": 1e3 * front,
+        "server_call_ms": 1e3 * server,
+        "alone_calls_per_s": SATURATED / alone,
+        "front_calls_per_s": SATURATED / front,
+        "run_calls_per_s": SATURATED / server,
+        "run_tokens_per_s": SATURATED / server * completion,
+        "replica_calls_per_s": of_replica,
+        "replica_episodes": of_replica * (seconds + sampling),
+        "fronts_per_replica": of_replica * front / SATURATED,
+        "replicas_alone": SATURATED / alone / of_replica,
+        "replicas_of_run": SATURATED / server / of_replica,
+        "disk_share": written * SATURATED / front / costs.disk_bandwidth,
         "kb_memory_per_episode": held / 1024,
         "batch_s_per_1000_episodes": 1000 * tree * costs.batch_token,
         "rank_mb_per_1000_episodes": 1000 * tree * costs.rank_bytes_token / 1e6,
@@ -698,7 +757,7 @@ def limits(costs: Costs) -> dict[str, float]:
     }
 
 
-# ---- a front process -----------------------------------------------------------------------------------------
+# ---- front processes -----------------------------------------------------------------------------------------
 
 
 def measure(times: int, against: Path | None) -> int:
@@ -722,28 +781,80 @@ def measure(times: int, against: Path | None) -> int:
     return 0
 
 
+def measure_fronts(fronts: int, times: int, costs_path: Path, *, save: bool) -> int:
+    """Prints the cost of a call with fronts beside that in one process, and what one run carries at these costs."""
+    from bench import front
+
+    found = front.compare(fronts, times)
+    for number, one in enumerate(found["rounds"]):
+        print(f"round {number + 1}: {one}", file=sys.stderr, flush=True)
+    rounds = found["rounds"]
+    server = statistics.median(one["fronts"]["server"] for one in rounds)
+    of_front = statistics.median(one["fronts"]["front"] for one in rounds)
+    alone = statistics.median(sum(one["alone"].values()) for one in rounds)
+    calls = 1e3 * SATURATED / server
+    figures: dict[str, Any] = {"server_call_ms": server, "front_call_ms": of_front, "alone_call_ms": alone}
+    efficiency = statistics.median(sum(one["alone"].values()) / sum(one["fronts"].values()) for one in rounds)
+    figures |= {"scaling_efficiency": efficiency, "run_calls_s": calls, "run_tokens_s": calls * AGENTS.completion.mean}
+    figures = rounded(figures) | {"fronts": math.ceil(calls * of_front / 1e3 / SATURATED)}
+    costs = json.loads(costs_path.read_text()) | rounded(fitted(found["costs"], server, of_front, alone))
+    if save:
+        costs_path.write_text(json.dumps(costs, indent=2) + "\n")
+    table = bounded(figures, FRONTS_AT_LEAST, FRONTS_AT_MOST)
+    report("capacity", {**figures, "costs": costs}, table)
+    return 0
+
+
+def fitted(parts: dict[str, float], server: float, front: float, alone: float) -> dict[str, float]:
+    """Returns the costs with which a call of the mean sizes takes the measured milliseconds; `parts` has the others."""
+    calls = round(AGENTS.calls.mean)
+    contexts = [AGENTS.first_context] + [AGENTS.context.mean] * (calls - 1)
+    known = [sum(contexts[: i + 1]) + AGENTS.completion.mean * i for i in range(calls)]
+    token = (parts["per_token"] + parts["per_streamed_token"]) / 2
+    handled = parts["per_prompt_token"] * statistics.fmean(known) + parts["per_new_token"] * statistics.fmean(contexts)
+    handled += token * AGENTS.completion.mean
+    return {
+        **parts,
+        "call": alone / 1e3 - handled - parts["episode"] / calls,
+        "front_call": front / 1e3 - handled - parts["front_episode"] / calls,
+        "server_call": server / 1e3 - parts["server_episode"] / calls,
+    }
+
+
 # ---- the whole -----------------------------------------------------------------------------------------------
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--costs", type=Path, default=CASES / "costs.json", help="measured costs, as a JSON object")
-    parser.add_argument("--most", type=int, default=100_000, help="concurrent episodes of the largest simulation")
+    parser.add_argument("--most", type=int, default=512, help="replicas of the largest simulation")
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that everything works")
     parser.add_argument("--measure", type=int, metavar="TIMES", help="measure a front so many times; simulate nothing")
     parser.add_argument("--against", type=Path, metavar="DIR", help="the other checkout, for --measure")
+    parser.add_argument("--fronts", type=int, metavar="N", help="measure a server with so many fronts instead")
+    parser.add_argument("--save", action="store_true", help="write the costs that --fronts measured to --costs")
+    parser.add_argument("--write", action="store_true", help="write the tables of docs/scaling.md")
     given = parser.parse_args()
+    if given.fronts:
+        return measure_fronts(given.fronts, given.measure or 1, given.costs, save=given.save)
     if given.measure:
         return measure(given.measure, given.against)
     progress, output = Console(stderr=True), Console(width=180)
     costs = Costs(**json.loads(given.costs.read_text()))
     result: dict[str, Any] = {"costs": asdict(costs), "limits": rounded(limits(costs))}
-    most = 100 if given.quick else given.most
-    agents = [number for number in (100, 1000, 10_000, 100_000) if number <= most]
-    result["grid"] = loads(costs, agents, (1, 10) if given.quick else (1, 10, 100, 1000), progress)
-    result["variants"] = variants(costs, min(4000, most), 4 if given.quick else 48, progress)
-    named = {f"{row['agents']} episodes, {row['num_replicas']} replicas": row for row in result["grid"]}
-    output.print(grid(named | {row["case"]: row for row in result["variants"]}, *COLUMNS))
+    most = 1 if given.quick else given.most
+    result["grid"] = loads(costs, [count for count in (1, 8, 64, 512) if count <= most], progress)
+    result["variants"] = variants(costs, min(64, most), progress)
+    named = {f"{row['num_replicas']} replicas, {row['fronts']} fronts": row for row in result["grid"]}
+    cases = {row["case"]: row for row in result["variants"]}
+    output.print(grid(named | cases, *COLUMNS))
+    if given.write:
+        micro = {f"{name}_us": 1e6 * cost for name, cost in asdict(costs).items() if name.endswith("_token")}
+        facts = result["limits"] | micro
+        rows = {title: {"value": float(f"{facts[name]:.3g}")} for name, title in COST_TITLES.items()}
+        page = with_text(PAGE.read_text(), "costs", markdown(rows, {"value": ""}))
+        page = with_text(page, "replicas", markdown({name: shares(row) for name, row in named.items()}, COLUMNS))
+        PAGE.write_text(with_text(page, "variants", markdown({n: shares(row) for n, row in cases.items()}, COLUMNS)))
     output.print(f"limits: {result['limits']}")
     report("capacity", result, machine=False)
     return 0

@@ -9,6 +9,9 @@ but are as long as real ones. CPU seconds of the gateway's process are the figur
 
 CPU time that passes without calls is subtracted. The gateway can be that of another checkout, whose `src` is then first
 on the path of both processes; this file is always that of this checkout.
+
+`compare` plays the workload in turn on a server whose fronts answer the calls and on one that answers them itself. Each
+front has as many replicas and episodes as that one. It prints CPU seconds of each kind of process.
 """
 
 from __future__ import annotations
@@ -23,14 +26,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import deque
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
-from dataclasses import asdict, dataclass, field, replace
+from collections import defaultdict, deque
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, aclosing, contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import uvicorn
 from tokenizers import Tokenizer
 
@@ -48,18 +52,20 @@ from agentjet.server.app import create_app
 from agentjet.server.runs import Runs
 from agentjet.types import ModelInfo, PolicyId, Sampled, SamplingParams
 from bench.capacity import AGENTS, Turn
-from bench.machine import ROOT, last_json, started
+from bench.machine import ROOT, ask_process, started
 from bench.scripted import MODEL, ScriptedCompute, make_model_info
 from bench.wire import Connection
 
 REPLICAS, SLOTS = 2, 64
 STEP, STEP_PER_COMPLETION = 0.012, 50e-6  # Seconds of a step, as `capacity.Fleet` assumes
 EPISODES = 128  # Of the reference workload
+PROMPT = 4000  # Tokens of a prompt whose cost is that of tokens
 LENGTHS = 32, 544  # Tokens of the two answers whose difference is the cost of a token
-LEAST_SECONDS = 2.0  # Of the measurement without calls
+LEAST_SECONDS = 5.0  # Of the measurement without calls
 WORDS = "look at table row find sum the value in next column and add it to data"
 PUBLICATION = Publication(0, "127.0.0.1:1", "/weights", 0, "", "float32", (0,) * 64, (-0.5,) * 63)
 SECRET = b"of no use outside of this machine"
+SAMPLE = "bench.front sample"  # In the command of the replicas
 _rng = random.Random(0)
 LOGPROBS = [struct.unpack("f", struct.pack("f", -_rng.expovariate(1.0)))[0] for _ in range(4096)]
 
@@ -71,6 +77,7 @@ LOGPROBS = [struct.unpack("f", struct.pack("f", -_rng.expovariate(1.0)))[0] for 
 class Completion:
     """`sent` and `done` count tokens; `offset` is where it begins in the list of tokens."""
 
+    link: Link
     params: SamplingParams
     offset: int
     done: int = 0
@@ -85,16 +92,21 @@ class Replica:
 
     link: Link
     words: list[int]
+    address: str = ""
+    """At which fronts connect."""
     running: dict[int, Completion] = field(default_factory=dict)
     waiting: deque[tuple[int, Completion]] = field(default_factory=deque)
     next_step: float = 0.0
 
-    def accept(self, request: ProcessRequest) -> None:
-        id = request.args[0]
+    def accept(self, link: Link, request: ProcessRequest) -> None:
+        """Handles a request of the server or of a front; `link` is its connection."""
+        id = request.args[0] if request.args else 0
         if request.op == "adopt":
-            self.link.send(Answer(request.id, list(id.probe_logprobs)))
+            link.send(Answer(request.id, list(id.probe_logprobs)))
+        elif request.op == "load":
+            link.send(Answer(request.id, self.address))
         elif request.op == "sample":
-            self.waiting.append((id, Completion(request.args[2], id * 7919)))
+            self.waiting.append((id, Completion(link, request.args[2], id * 7919)))
         elif self.running.pop(id, None) is None:  # `cancel`
             self.waiting = deque(one for one in self.waiting if one[0] != id)
 
@@ -104,18 +116,18 @@ class Replica:
             id, completion = self.waiting.popleft()
             self.running[id] = completion
         self.next_step = now + STEP + STEP_PER_COMPLETION * len(self.running)
-        pieces = []
+        pieces = defaultdict[Link, list[tuple[int, Sampled]]](list)
         for id, one in list(self.running.items()):
             one.since = now if one.done == one.sent else one.since
             one.done += 1
             is_last = one.done == one.params.max_tokens
             if is_last or self._is_due(one, now):
-                pieces.append((id, self._piece(one, is_last=is_last)))
+                pieces[one.link].append((id, self._piece(one, is_last=is_last)))
                 one.sent, one.sent_at = one.done, now
             if is_last:
                 del self.running[id]
-        if pieces:
-            self.link.send(pieces)
+        for link, found in pieces.items():
+            link.send(found)
 
     @staticmethod
     def _is_due(one: Completion, now: float) -> bool:
@@ -131,14 +143,22 @@ class Replica:
         return Sampled(tokens, logprobs, 0, "length" if is_last else None)
 
 
-def sample(address: str, names: list[str], words: list[int]) -> None:
+def sample(address: str, names: list[str], words: list[int], fronts: int) -> None:
     """The process of all replicas. It ends with the gateway."""
-    arrived: queue.SimpleQueue[tuple[Replica, ProcessRequest]] = queue.SimpleQueue()
+    arrived: queue.SimpleQueue[tuple[Replica, Link, ProcessRequest]] = queue.SimpleQueue()
     replicas = []
     for name in names:
         variables = dict(zip(Link.VARIABLES, (address, name, SECRET.decode()), strict=True))
         replica = Replica(Link.from_environment(variables), words)
-        replica.link.read_forever(lambda request, replica=replica: arrived.put((replica, request)))
+
+        def deliver(link: Link, request: ProcessRequest, replica: Replica = replica) -> None:
+            arrived.put((replica, link, request))
+
+        if fronts:  # Another checkout may have none.
+            from agentjet.processes.rpc import admit_fronts
+
+            replica.address = admit_fronts(replica.link, deliver).address
+        replica.link.read_forever(partial(deliver, replica.link))
         replicas.append(replica)
     while True:
         now = time.monotonic()
@@ -148,8 +168,8 @@ def sample(address: str, names: list[str], words: list[int]) -> None:
         due = min(replica.next_step for replica in replicas)
         time.sleep(max(0.0, due - time.monotonic()))
         while not arrived.empty():
-            replica, request = arrived.get()
-            replica.accept(request)
+            replica, link, request = arrived.get()
+            replica.accept(link, request)
 
 
 # ---- the gateway, a separate process ---------------------------------------------------------------------------------
@@ -178,9 +198,10 @@ def single_words(tokenizer_path: str) -> dict[str, int]:
 class ReplicatedCompute(ScriptedCompute):
     """See `compute.protocol.Compute`. The cluster's router and real connections; nothing is learned."""
 
-    def __init__(self, info: ModelInfo, words: list[int]) -> None:
+    def __init__(self, info: ModelInfo, words: list[int], fronts: int) -> None:
         super().__init__(info, 0.0)
-        self._words = words
+        self.on_replicas: Callable[[PolicyId], None] = lambda policy: None
+        self._words, self._fronts, self._count = words, fronts, REPLICAS * max(1, fronts)
         self._peers: dict[str, asyncio.Future[Peer]] = {}
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -188,22 +209,49 @@ class ReplicatedCompute(ScriptedCompute):
         """Starts the replicas, and gives them weights."""
         self._listener = Listener("127.0.0.1", SECRET, partial(self._claim, asyncio.get_running_loop()))
         settings = SamplerConfig(max_concurrent=SLOTS)
-        self._replicas = Replicas(partial(Fleet, PolicyId(), self._start, REPLICAS, settings, timeout=1e6))
+        secret = {"secret": SECRET} if self._fronts else {}  # Another checkout may have none.
+
+        def make_fleet(assign: Callable[[], None]) -> Fleet:
+            def changed() -> None:
+                assign()
+                self.on_replicas(PolicyId())
+
+            return Fleet(PolicyId(), self._start, self._count, settings, changed, timeout=1e6, **secret)
+
+        self._replicas = Replicas(make_fleet)
         await self._replicas.fleet.publish(PUBLICATION)
 
     async def _start(self, name: str) -> Peer:
         """See `fleet.Start`. The last one starts the process."""
         self._peers[name] = asyncio.get_running_loop().create_future()
-        if len(self._peers) == REPLICAS:
-            given = json.dumps([self._listener.address, list(self._peers), self._words])
+        if len(self._peers) == self._count:
+            given = json.dumps([self._listener.address, list(self._peers), self._words, self._fronts])
             self._process = subprocess.Popen([sys.executable, "-m", "bench.front", "sample", given])
-        return await self._peers[name]
+        peer = await self._peers[name]
+        if self._fronts:
+            peer.address = await peer.ask("load")
+        return peer
 
     def _claim(self, loop: asyncio.AbstractEventLoop, name: str) -> Any:
         async def connect(connection: Any) -> None:
             self._peers[name].set_result(Peer(name, *await asyncio.open_connection(sock=connection)))
 
         return lambda connection: asyncio.run_coroutine_threadsafe(connect(connection), loop)
+
+    # What `server.fronts.Fronts` needs of a `ProcessCompute`.
+
+    def replicas(self, policy: PolicyId) -> Any:
+        return self._replicas.fleet.facts()
+
+    def heard(self, front: int, report: Mapping[PolicyId, Any]) -> None:
+        for work in report.values():
+            self._replicas.fleet.heard(front, work)
+
+    def front_gone(self, front: int) -> None:
+        """The replicas keep what a front had: none ends here."""
+
+    def others(self, front: int) -> dict[PolicyId, Any]:
+        return {PolicyId(): self._replicas.fleet.others(front)}
 
     async def sample(
         self, policy: PolicyId, token_ids: Sequence[int], params: SamplingParams
@@ -218,7 +266,7 @@ class ReplicatedCompute(ScriptedCompute):
             self._process.wait()
 
 
-def config(data_dir: str) -> ServeConfig:
+def config(data_dir: str, fronts: int) -> ServeConfig:
     unlimited = dict.fromkeys(("max_connections", "max_episodes_per_client", "max_calls_per_client"), 1_000_000)
     job = {
         "batch_size": 100_000,
@@ -228,30 +276,38 @@ def config(data_dir: str) -> ServeConfig:
         "max_episode_seconds": 3600.0,
         "max_tokens": 4096,
     }
-    server = {"data_dir": data_dir, "call_timeout": 3600.0, **unlimited}
-    return ServeConfig.model_validate({"model": {"name": MODEL}, "server": server, "job": job})
+    server: dict[str, Any] = {"data_dir": data_dir, "call_timeout": 3600.0, **unlimited}
+    settings = {"model": {"name": MODEL}, "server": server, "job": job}
+    if fronts:
+        settings |= {"server": {**server, "fronts": fronts}, "compute": {"backend": "cluster"}}
+    return ServeConfig.model_validate(settings)
 
 
-async def serve(data_dir: str) -> None:
+async def serve(data_dir: str, fronts: int) -> None:
     info = model_info(Path(data_dir) / "tokenizer")
     words = single_words(info.tokenizer_path)
-    compute = ReplicatedCompute(info, list(words.values()))
+    compute = ReplicatedCompute(info, list(words.values()), fronts)
+    given = config(data_dir, fronts)
     try:
         await compute.open()
-        runs = Runs(config(data_dir), compute)
-        app = create_app(runs, Keys.open(Path(data_dir)))
+        with ExitStack() as stack:
+            listener, *others = [stack.enter_context(listen("127.0.0.1", 0, backlog=4096)) for _ in range(1 + fronts)]
+            found: Any = None
+            if fronts:  # Another checkout may have none.
+                from agentjet.fronts.supervision import FrontProcesses as Fronts
 
-        async def counters() -> dict[str, float]:
-            return {"cpu_s": time.process_time()}
-
-        app.add_api_route("/counters", counters)
-        (Path(data_dir) / "words.json").write_text(json.dumps(list(words)))
-        with listen("127.0.0.1", 0, backlog=4096) as listener:
+                found = Fronts(given, compute, others, time.time)  # type: ignore[arg-type]
+            runs = Runs(given, compute, **({"fronts": found} if fronts else {}))
+            app = create_app(runs, Keys.open(Path(data_dir)))
+            (Path(data_dir) / "words.json").write_text(json.dumps(list(words)))
             await runs.start()
             await runs.default.engine.wait_until_up()
+            while fronts and not all(one.ready for one in found.views()):
+                await asyncio.sleep(0.05)
             tune_python()
             print(f"http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
             await uvicorn.Server(uvicorn_config(app, runs.default.config.server)).serve([listener])
+        await runs.close()
     finally:
         compute.end()
 
@@ -259,99 +315,161 @@ async def serve(data_dir: str) -> None:
 # ---- the agents, a separate process ----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
-    url: str
-    data_dir: str
-
-
 class Agents:
-    """Plays episodes, and measures the CPU seconds of the gateway meanwhile."""
+    """Plays episodes, and measures the CPU seconds of the gateway's processes meanwhile, by kind: `server`, `front`."""
 
-    def __init__(self, load: Load) -> None:
-        self._url = load.url
-        self._token = (Path(load.data_dir) / "token").read_text().strip()
-        self._words: list[str] = json.loads((Path(load.data_dir) / "words.json").read_text())
-        self._idle = 0.0
+    def __init__(self, url: str, data_dir: str, pid: int) -> None:
+        self._url = url
+        self._token = (Path(data_dir) / "token").read_text().strip()
+        self._words: list[str] = json.loads((Path(data_dir) / "words.json").read_text())
+        server = psutil.Process(pid)
+        commands = {one: " ".join(one.cmdline()) for one in server.children(recursive=True)}
+        kinds = {one: "front" if "agentjet.fronts" in command else "server" for one, command in commands.items()}
+        self._kinds = {server: "server"} | {one: kind for one, kind in kinds.items() if SAMPLE not in commands[one]}
+        self._idle = {"server": 0.0, "front": 0.0}
         """CPU seconds a second without calls."""
 
-    async def measure(self) -> dict[str, float]:
-        short, long = LENGTHS
-        await self.play([[Turn(0.0, 1000, 16, i % 2 == 0)] * 2 for i in range(16)])
-        before, began = await self._cpu(), time.monotonic()
+    async def warm_up(self, fronts: int = 1) -> None:
+        """Plays some episodes, then measures the CPU time that passes without calls."""
+        await self.play([[Turn(0.0, 1000, 16, i % 2 == 0)] * 2 for i in range(32 * fronts)])
+        before, began = self._cpu(), time.monotonic()
         await asyncio.sleep(LEAST_SECONDS)
-        self._idle = (await self._cpu() - before) / (time.monotonic() - began)
-        # Every call has the mean sizes of the workload: costs are linear in them, and no long tail is waited for.
+        seconds = time.monotonic() - began
+        self._idle = {kind: (now - before[kind]) / seconds for kind, now in self._cpu().items()}
+
+    async def reference(self, fronts: int = 1) -> dict[str, float]:
+        """Plays the reference workload; returns milliseconds of a call by kind of process.
+
+        Every call has the mean sizes of the workload: costs are linear in them, and no long tail is waited for.
+        """
         work, calls = AGENTS, round(AGENTS.calls.mean)
         sizes = [work.first_context] + [round(work.context.mean)] * (calls - 1)
-        reference = [
+        episodes = [
             [Turn(0.0, size, round(work.completion.mean), (number + i) % 2 == 0) for i, size in enumerate(sizes)]
-            for number in range(EPISODES)
+            for number in range(EPISODES * fronts)
         ]
-        found = {"front_call_ms": 1e3 * await self.play(reference) / sum(map(len, reference))}
-        for name, streams in (("plain", False), ("streamed", True)):
-            costs = [
-                await self.play([[Turn(0.0, 32, length, streams)] for _ in range(REPLICAS * SLOTS)])
-                for length in LENGTHS
-            ]
-            found[f"{name}_token_us"] = 1e6 * (costs[1] - costs[0]) / (REPLICAS * SLOTS * (long - short))
-        return found | {"idle_share": self._idle}
+        used = await self.play(episodes)
+        return {kind: 1e3 * seconds / sum(map(len, episodes)) for kind, seconds in used.items()}
 
-    async def play(self, episodes: list[list[Turn]]) -> float:
-        """Plays all episodes at once; returns the CPU seconds of the gateway that are due to them."""
-        before, began = await self._cpu(), time.monotonic()
+    async def measure(self) -> dict[str, float]:
+        await self.warm_up()
+        found = {"front_call_ms": sum((await self.reference()).values())}
+        tokens = await self.of_tokens()
+        found |= {"plain_token_us": 1e6 * tokens["per_token"], "streamed_token_us": 1e6 * tokens["per_streamed_token"]}
+        return found | {"idle_share": sum(self._idle.values())}
+
+    async def of_tokens(self) -> dict[str, float]:
+        """Returns CPU seconds of a token of a plain and of a streamed answer."""
+        short, long = LENGTHS
+        found = {}
+        for name, streams in (("per_token", False), ("per_streamed_token", True)):
+            costs = [await self._each([Turn(0.0, 32, length, streams)]) for length in LENGTHS]
+            found[name] = (costs[1]["server"] - costs[0]["server"]) / (long - short)
+        return found
+
+    async def of_episode(self, fronts: int = 1) -> dict[str, float]:
+        """Returns CPU seconds of begin and finish, by kind of process."""
+        turn = Turn(0.0, 32, 16, False)
+        one, two = await self._each([turn], fronts), await self._each([turn] * 2, fronts)
+        return {kind: max(0.0, 2 * one[kind] - two[kind]) for kind in one}
+
+    async def of_prompts(self) -> dict[str, float]:
+        """Returns CPU seconds of a token of a prompt, and further ones of a token that was not known."""
+        short, long = Turn(0.0, 32, 16, False), Turn(0.0, 32 + PROMPT, 16, False)
+        turns = ([short], [long], [short] * 2, [long, short])
+        costs = [(await self._each(one))["server"] for one in turns]
+        known = max(0.0, (costs[3] - costs[1]) - (costs[2] - costs[0])) / PROMPT
+        return {"per_prompt_token": known, "per_new_token": (costs[1] - costs[0]) / PROMPT - known}
+
+    async def _each(self, turns: list[Turn], fronts: int = 1) -> dict[str, float]:
+        """Plays equal episodes; returns CPU seconds of one of them."""
+        count = REPLICAS * SLOTS * fronts
+        return {kind: seconds / count for kind, seconds in (await self.play([turns] * count)).items()}
+
+    async def play(self, episodes: list[list[Turn]]) -> dict[str, float]:
+        """Plays all episodes at once; returns the CPU seconds that are due to them."""
+        before, began = self._cpu(), time.monotonic()
         await asyncio.gather(*(self._episode(number, turns) for number, turns in enumerate(episodes)))
-        return await self._cpu() - before - self._idle * (time.monotonic() - began)
+        seconds = time.monotonic() - began
+        return {kind: now - before[kind] - self._idle[kind] * seconds for kind, now in self._cpu().items()}
 
-    async def _cpu(self) -> float:
-        connection = Connection(self._url)
-        found = (await connection.request("GET", "/counters", "")).json()
-        connection.close()
-        return float(found["cpu_s"])
+    def _cpu(self) -> dict[str, float]:
+        found = {"server": 0.0, "front": 0.0}
+        for process, kind in self._kinds.items():
+            found[kind] += sum(process.cpu_times()[:2])
+        return found
 
     async def _episode(self, number: int, turns: list[Turn]) -> None:
-        rng, connection = random.Random(number), Connection(self._url)
+        rng, control = random.Random(number), Connection(self._url)
         begin = {"task_id": f"task-{number // 8}", "client_id": "bench"}
-        begun = (await connection.request("POST", "/swarm/v1/episodes", self._token, begin)).json()
+        begun = (await control.request("POST", "/swarm/v1/episodes", self._token, begin)).json()
+        calls = Connection(begun["base_url"])
         messages: list[dict[str, str]] = []
         for turn in turns:
             text = "".join(rng.choices(self._words, k=turn.context))
             messages.append({"role": "user", "content": text})
             body = {"model": "policy", "messages": messages, "max_tokens": turn.completion, "stream": turn.streams}
-            reply = await connection.request("POST", "/v1/chat/completions", begun["api_key"], body)
+            reply = await calls.request("POST", "/v1/chat/completions", begun["api_key"], body)
             messages.append({"role": "assistant", "content": reply.text()})
+        calls.close()
         path = f"/swarm/v1/episodes/{begun['episode_id']}/finish"
-        (await connection.request("POST", path, self._token, {"reward": float(number % 2)})).json()
-        connection.close()
+        (await control.request("POST", path, self._token, {"reward": float(number % 2)})).json()
+        control.close()
 
 
 # ---- measurements of this checkout and of another --------------------------------------------------------------------
 
 
-def measure(checkout: Path = ROOT) -> dict[str, float]:
-    """The figures of a checkout, with a gateway that starts now."""
+@contextmanager
+def served(fronts: int = 0, checkout: Path = ROOT) -> Iterator[dict[str, Any]]:
+    """While inside, a gateway of a checkout runs. Yields the arguments of its `Agents`."""
     path = os.pathsep.join((str(checkout / "src"), str(ROOT)))
-    environment = {"PYTHONPATH": path}
     with tempfile.TemporaryDirectory() as folder:
         data_dir = Path(folder) / "data"
         data_dir.mkdir()
-        command = [sys.executable, "-m", "bench.front", "serve", str(data_dir)]
-        with started(command, Path(folder) / "serve.log", environment=environment) as url:
-            load = json.dumps(asdict(Load(url, str(data_dir))))
-            done = subprocess.run([sys.executable, "-m", "bench.front", "load", load], capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"the load ended with exit code {done.returncode}:\n{done.stderr[-3000:]}")
-    figures: dict[str, float] = last_json(done.stdout)
+        command = [sys.executable, "-m", "bench.front", "serve", json.dumps([str(data_dir), fronts])]
+        with started(command, Path(folder) / "serve.log", environment={"PYTHONPATH": path}) as url:
+            pid = next(one.pid for one in psutil.Process().children() if one.cmdline()[1:] == command[1:])
+            yield {"url": url, "data_dir": str(data_dir), "pid": pid}
+
+
+def measure(checkout: Path = ROOT) -> dict[str, float]:
+    """The figures of a checkout, with a gateway that starts now."""
+    with served(checkout=checkout) as one:
+        figures: dict[str, float] = ask_process("bench.front", "load", json.dumps([one]))
     return figures
 
 
+def compare(fronts: int, times: int) -> dict[str, Any]:
+    """Returns `rounds` of milliseconds of a call by kind of process, with fronts (`fronts`) and without (`alone`), and
+    the `costs` of `capacity.Costs` in seconds that do not follow from them.
+    """
+    with served() as alone, served(fronts) as many:
+        found: dict[str, Any] = ask_process("bench.front", "compare", json.dumps([alone, many, fronts, times]))
+    return found
+
+
+async def play_in_turn(alone: Mapping[str, Any], many: Mapping[str, Any], fronts: int, times: int) -> dict[str, Any]:
+    one, other = Agents(**alone), Agents(**many)
+    await one.warm_up()
+    await other.warm_up(fronts)
+    rounds = [{"alone": await one.reference(), "fronts": await other.reference(fronts)} for _ in range(times)]
+    in_fronts = await other.of_episode(fronts)
+    costs = {"episode": (await one.of_episode())["server"], **await one.of_tokens(), **await one.of_prompts()}
+    costs |= {"front_episode": in_fronts["front"], "server_episode": in_fronts["server"]}
+    return {"rounds": rounds, "costs": costs}
+
+
 def main(kind: str, given: str) -> None:
+    arguments = json.loads(given)
     if kind == "serve":
-        asyncio.run(serve(given))
+        asyncio.run(serve(*arguments))
     elif kind == "sample":
-        sample(*json.loads(given))
+        sample(*arguments)
+    elif kind == "compare":
+        print(json.dumps(asyncio.run(play_in_turn(*arguments))))
     else:
-        print(json.dumps(asyncio.run(Agents(Load(**json.loads(given))).measure())))
+        print(json.dumps(asyncio.run(Agents(**arguments[0]).measure())))
 
 
 if __name__ == "__main__":

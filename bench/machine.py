@@ -65,6 +65,20 @@ def grid(rows: Mapping[str, Mapping[str, Any]], *columns: str, title: str = "") 
     return table
 
 
+def with_text(page: str, mark: str, text: str) -> str:
+    """The Markdown page with a text between its `mark` and the next `end`."""
+    start, found, rest = page.partition(f"<!-- {mark} -->\n")
+    assert found, f"the page has no mark {mark}"
+    return f"{start}{found}{text}\n<!-- end -->{rest.partition('<!-- end -->')[2]}"
+
+
+def markdown(rows: Mapping[str, Mapping[str, Any]], titles: Mapping[str, str]) -> str:
+    """A Markdown table of figures: one row for each name, and the columns of `titles`."""
+    lines = [f"| | {' | '.join(titles.values())} |", f"|---|{'---|' * len(titles)}"]
+    lines += [f"| {name} | {' | '.join(shown(row.get(column)) for column in titles)} |" for name, row in rows.items()]
+    return "\n".join(lines)
+
+
 def bounded(figures: Mapping[str, Any], least: Mapping[str, float], most: Mapping[str, float]) -> Table:
     """A table of figures beside their bounds."""
     must = {name: f">= {least[name]:g}" if name in least else f"<= {most[name]:g}" for name in [*least, *most]}

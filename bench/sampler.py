@@ -33,7 +33,7 @@ from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import psutil
@@ -158,19 +158,6 @@ class _Policy(SimpleNamespace):
     __hash__ = object.__hash__
 
 
-class _Replayed:
-    """Fills the tables of a graph's step as on CUDA, and computes nothing."""
-
-    def __init__(self, cache: Any) -> None:
-        from agentjet.compute.cached_attention import PagedPlan
-
-        self._plan, self._hidden = PagedPlan(cache, ROWS, ROWS, CONTEXT // 128), torch.zeros(ROWS, 1)
-
-    def hidden(self, policy: object, rows: list[Any]) -> torch.Tensor:
-        self._plan.fill([(row, 1) for row in rows])
-        return self._hidden[: len(rows)]
-
-
 def idle_sampler(*, paged: bool) -> ModelSampler:
     """A sampler of 512 rows over a model without computation."""
     from agentjet.compute.policy import KeySizes
@@ -191,11 +178,9 @@ def idle_sampler(*, paged: bool) -> ModelSampler:
         records_routes=False,
         adapts_head=False,
         head=lambda hidden: logits[: len(hidden)],
+        sampled_from=lambda: (),
     )
-    sampler = ModelSampler(policy, ROWS, CONTEXT * ROWS)
-    if paged:
-        sampler._graphs = cast(Any, _Replayed(sampler._cache))
-    return sampler
+    return ModelSampler(policy, ROWS, CONTEXT * ROWS, graphs=paged)
 
 
 def host_microseconds(*, paged: bool, ends: bool = False, worker: bool = False) -> float:

@@ -32,7 +32,7 @@ MAX_LINES = 900
 PROTOCOLS = {"Sampler", "Learner", "Compute"}
 PRIMITIVES = {"load_batch", "forward_backward", "optim_step"}
 """Operations that the server asks for through `protocol.learn`."""
-HTTP = {"protocol", "front", "server", "sandbox", "client", "environments", "cli", "research"}
+HTTP = {"protocol", "front", "server", "fronts", "sandbox", "client", "environments", "cli", "research"}
 VAGUE = {"utils", "util", "helpers", "misc", "common"}
 
 
@@ -78,6 +78,9 @@ PACKAGES = {
     "server": rule(
         f"{VOCABULARY} config protocol timeline rendering swarm recipes.hooks recipes.recipe compute.protocol front",
         "fastapi httpx numpy prometheus_client psutil starlette",
+    ),
+    "fronts": rule(
+        f"{VOCABULARY} config protocol rendering swarm timeline compute processes front server", "starlette"
     ),
     "sandbox": rule(VOCABULARY, "h11"),
     "client": rule(f"{VOCABULARY} protocol sandbox", "httpx pydantic", lazy="rich"),

@@ -24,8 +24,8 @@ from agentjet.compute.backend import ProcessCompute
 from agentjet.compute.protocol import body_digest
 from agentjet.config import ServeConfig
 from agentjet.errors import AgentJetError
+from agentjet.fronts.supervision import FrontProcesses
 from agentjet.server import runs
-from agentjet.server.fronts import Fronts
 from agentjet.server.gateway import Gateway
 from agentjet.swarm import Batch, Journal
 from agentjet.timeline.batch import TrainingBatch
@@ -41,7 +41,7 @@ def say(**fact: Any) -> None:
 class Orders:
     """Carries out what the bench orders, in the event loop, between two of the gateway's own turns."""
 
-    def __init__(self, compute: ProcessCompute, fronts: Fronts | None, clock: JumpingClock) -> None:
+    def __init__(self, compute: ProcessCompute, fronts: FrontProcesses | None, clock: JumpingClock) -> None:
         self._traps: list[Trap] = []
         self._disk = Disk(say)
         self._verbs: dict[str, Callable[..., None]] = {

@@ -245,7 +245,8 @@ class Run:
     def drawn(cls, folder: Path, share: float, seed: int, *, colocated: bool = False, fronts: int = 0) -> Run:
         """A run of `share` of all faults."""
         dice = random.Random(seed)
-        part = FAULTS["with_fronts" if fronts else "on_this_machine"] + (FAULTS["colocated"] if colocated else [])
+        part = FAULTS["with_fronts" if fronts else "on_this_machine"] + FAULTS["colocated"] * colocated
+        part += FAULTS["colocated_with_fronts"] * (colocated and bool(fronts))
         return cls(folder, seed, plan(part, share, dice), colocated=colocated, fronts=fronts)
 
     def settings(self, public_port: int) -> dict[str, Any]:

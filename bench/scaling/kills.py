@@ -21,7 +21,7 @@ from typing import Any, Self
 
 from agentjet.compute.backend import Hosted, ProcessCompute
 from agentjet.compute.fleet import ReplicaHandle, RoutedCompletion
-from agentjet.server.fronts import FrontHandle, Fronts
+from agentjet.fronts.supervision import FrontHandle, FrontProcesses
 
 POLL_SECONDS = 0.002
 PROCESS = re.compile(r"process (\d+)")
@@ -56,7 +56,7 @@ def _report(order: asyncio.Task[None]) -> None:
 class Kills:
     """Carries out the order `kill`, one at a time."""
 
-    def __init__(self, compute: ProcessCompute, fronts: Fronts | None, say: Callable[..., None]) -> None:
+    def __init__(self, compute: ProcessCompute, fronts: FrontProcesses | None, say: Callable[..., None]) -> None:
         """`say` sends a fact to the bench."""
         self._cluster = compute
         self._fronts = fronts

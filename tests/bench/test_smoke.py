@@ -25,7 +25,7 @@ COMMANDS = sorted(
 )
 IN_SMALL: dict[str, tuple[list[str], Callable[[Figures], bool]]] = {
     "alarms": (["--runs", "2", "--power-runs", "2"], lambda found: len(found["rules"]) > 5),
-    "capacity": (["--quick"], lambda found: {row["agents"] for row in found["grid"]} == {100}),
+    "capacity": (["--quick"], lambda found: {row["fronts"] for row in found["grid"]} == {0, 1}),
     "error_rates": (["--studies", "2000", "--campaigns", "1"], lambda found: 0 < found["worst_in_alphas"]["equal"] < 3),
     "face": (["--only", "page_kb"], lambda found: found["page_kb"] > 50),
     "flaky": (["--quick"], lambda found: found["shares"]["0.3"]["failed"] > 0),

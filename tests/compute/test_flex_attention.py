@@ -7,8 +7,6 @@ only. Tests that need a CUDA device run where one exists.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import pytest
 import torch
@@ -25,13 +23,12 @@ from agentjet.compute.attention import (
     ForestPlan,
     LayerCall,
     compiled_flex,
-    flat_forward,
     forest_mask,
     forest_plan,
     tile_mask,
 )
-from agentjet.compute.cache import CacheRow, KeyValueCache
-from agentjet.compute.cached_attention import DecodeGraphs, PagedPlan, Spans, paged_inputs
+from agentjet.compute.cache import KeyValueCache
+from agentjet.compute.cached_attention import PagedPlan, Spans, paged_inputs
 from agentjet.compute.policy import Policy
 from agentjet.compute.sampler import ModelSampler
 from agentjet.timeline.forest import Forest, build_forest, call_row
@@ -174,22 +171,6 @@ def test_on_cuda_output_and_gradients_are_those_of_the_forest_plan() -> None:
 SIZE = 8
 
 
-class WithoutGraphs(DecodeGraphs):
-    """Computes the steps of one token a row under their plan, with padding."""
-
-    def __init__(self, cache: KeyValueCache) -> None:
-        self.steps = 0
-        self._plan = PagedPlan(cache, SIZE, SIZE, cache.num_blocks)
-
-    def hidden(self, policy: Policy, rows: Sequence[CacheRow]) -> Tensor:
-        self.steps += 1
-        self._plan.fill([(row, 1) for row in rows])
-        return flat_forward(policy.decoder, self._plan.tokens, self._plan.positions, self._plan)[: len(rows)]
-
-    def forget(self, policy: Policy) -> None:
-        pass
-
-
 def in_pages(spans: Spans, cache: KeyValueCache) -> tuple[Tensor, Tensor, PagedPlan]:
     """The inputs of a step on CUDA."""
     for row, count in spans:
@@ -213,15 +194,15 @@ def test_it_samples_what_the_plan_of_a_cpu_samples(
     policy: Policy, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = run(ModelSampler(policy, SIZE, 4096), requests())
-    sampler = ModelSampler(policy, SIZE, 4096)
+    sampler = ModelSampler(policy, SIZE, 4096, graphs=True)
     sampler._cache._free = sampler._cache._free[::2]  # a heap still: the blocks of a row are not neighbours
     for stored in sampler._cache.stored:
         stored.zero_()  # In eager mode all blocks are read, not only those that were taken.
-    graphs = WithoutGraphs(sampler._cache)
-    sampler._graphs = graphs
     monkeypatch.setattr(sampler_module, "step_inputs", in_pages)
+    assert sampler._graphs is not None
     if compiled:
+        sampler._graphs._width = sampler._cache.num_blocks  # The compiler for CPUs takes tables of all blocks only.
         monkeypatch.setattr(cached_attention, "_paged_attention", torch.compile(cached_attention._paged_attention))
     found = run(sampler, requests())
-    assert graphs.steps >= 5
+    assert sampler._graphs.of(policy, SIZE) is not None
     check_same(found, wanted, 1e-5)

@@ -234,7 +234,6 @@ def test_random_numbers_are_those_of_the_seed_also_after_an_eviction(policy: Pol
         at = np.array([c.place for c in running])
         for c, uniform in zip(running, places.rules(at, at, {}).uniforms.tolist(), strict=True):
             found[c.id].append(uniform)
-        places.left[at] -= 1
         if step % 31 == 30:  # An eviction: it enters again at any place.
             for c in running[::-1]:
                 places.leave(c)

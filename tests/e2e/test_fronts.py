@@ -28,7 +28,7 @@ import pytest
 from openai import OpenAI
 
 from agentjet.client import Swarm
-from agentjet.server.fronts import COMMAND
+from agentjet.fronts.supervision import COMMAND
 from agentjet.server.read import RunReader
 from bench.machine import free_port
 from bench.scaling.faults import make_sampler_python

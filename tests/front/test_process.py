@@ -19,9 +19,10 @@ from starlette.types import Receive, Scope, Send
 from agentjet.compute.remote import RemoteSamplers
 from agentjet.config import ServeConfig
 from agentjet.errors import Later
+from agentjet.front.http import FrontPrefix
 from agentjet.front.keys import Keys
-from agentjet.front.process import Front, FrontPolicies, FrontPrefix, FrontRun, FrontSettings, RunState
 from agentjet.front.tracing import Tracing
+from agentjet.fronts.process import Front, FrontPolicies, FrontRun, FrontSettings, RunState
 from agentjet.processes.rpc import Link
 from agentjet.swarm import EpisodeRecord, Journal
 from agentjet.swarm.journal_file import JournalFile, segment_of

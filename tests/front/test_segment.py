@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from agentjet import database
 from agentjet.errors import Conflict, Forbidden, NotFound
 from agentjet.front.segment import Segment, front_of
 from agentjet.protocol import AbortRequest, FinishRequest
 from agentjet.swarm import EpisodeRecord, Journal
-from agentjet.swarm.journal import CallCounts
-from agentjet.swarm.journal_file import JournalFile, segment_of, segments_of
+from agentjet.swarm.journal_file import JournalFile, create_segment, segment_of, segments_of
+from agentjet.swarm.state import CallCounts
 from agentjet.types import Call
 from tests.swarm.world import World
 
@@ -31,8 +32,7 @@ class Run(World):
 
     def open(self) -> None:
         for front in range(self.fronts):
-            if not (path := segment_of(self.path, front)).exists():
-                JournalFile.open(path).close()
+            create_segment(self.path, front)
         super().open()
         self.journal.file.attach(segments_of(self.path), live=True)
 
@@ -210,3 +210,12 @@ def test_calls_that_nothing_needs_are_deleted_in_every_file(run: Run) -> None:
     for rows in (left := run.swarm.unneeded()):  # The counts of episodes without calls.
         run.segment(int(rows.schema.removeprefix("front_"))).prune(rows)
     assert left and not run.swarm.unneeded()
+
+
+def test_a_file_that_a_killed_server_had_begun_is_completed(tmp_path: Path) -> None:
+    journal = tmp_path / "journal.sqlite"
+    (path := segment_of(journal, 0)).parent.mkdir()
+    with closing(database.connect(path)) as begun:
+        begun.execute("PRAGMA journal_mode = WAL")
+    create_segment(journal, 0)
+    JournalFile.open_read_only(path).close()

@@ -12,7 +12,7 @@ import pytest
 from agentjet.compute.backend import ProcessCompute
 from agentjet.config import ServeConfig
 from agentjet.front.http import listen
-from agentjet.server.fronts import Fronts
+from agentjet.fronts.supervision import Fronts
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """The socket: an answer in several pieces does not wait for acknowledgements; the address is reported correctly.
 
-Requests that arrive together take turns.
+Requests that arrive together take turns. Writes of one turn of the loop reach the socket together.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 from agentjet.cli.server_process import all_addresses_line, run
 from agentjet.config import load_config
 from agentjet.errors import ConfigError
-from agentjet.front.http import REQUESTS_A_ROUND, RunMiddleware, listen
+from agentjet.front.http import REQUESTS_A_ROUND, JoinedWrites, RunMiddleware, listen
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
@@ -68,3 +68,36 @@ async def test_requests_that_arrive_together_take_turns() -> None:
     gone.cancel()
     await asyncio.gather(watch(), *map(request, range(100)), gone, return_exceptions=True)
     assert max(later - earlier for earlier, later in pairwise([*rounds, 100])) == REQUESTS_A_ROUND
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("parts", "closes", "sent"),
+    [
+        ([b"head", b"body"], False, [b"headbody"]),
+        ([b"head", b"body"], True, [b"headbody", b"closed"]),
+        ([b"head", bytes(JoinedWrites.MAX_BYTES), b"rest"], False, [b"head" + bytes(JoinedWrites.MAX_BYTES), b"rest"]),
+    ],
+)
+async def test_writes_of_a_turn_are_sent_together(parts: list[bytes], closes: bool, sent: list[bytes]) -> None:
+    class Recorded(asyncio.Transport):
+        def __init__(self) -> None:
+            super().__init__()
+            self.sent: list[bytes] = []
+
+        def write(self, part: object) -> None:
+            assert isinstance(part, bytes)
+            self.sent.append(part)
+
+        def close(self) -> None:
+            self.sent.append(b"closed")
+
+    recorded = Recorded()
+    joined = JoinedWrites(recorded, asyncio.get_running_loop())
+    for part in parts:
+        joined.write(part)
+    if closes:
+        joined.close()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert recorded.sent == sent

@@ -34,8 +34,8 @@ from agentjet.errors import ConfigError
 from agentjet.front.http import HttpServer, check_certificate, listen, tune_python, uvicorn_config
 from agentjet.front.keys import Keys
 from agentjet.front.tracing import Tracing
+from agentjet.fronts.supervision import FrontProcesses
 from agentjet.server.app import create_app
-from agentjet.server.fronts import Fronts
 from agentjet.server.gateway import Gateway
 from agentjet.server.monitoring import LogFile, configure_handler, limit_process_logs
 from agentjet.server.runs import Runs
@@ -102,7 +102,7 @@ async def _serve(
     """Returns False if the engine could not load the model; the log has the reason."""
     clock = steady_clock()
     compute = ProcessCompute(config)
-    fronts = Fronts(config, compute, front_listeners, clock) if front_listeners else None
+    fronts = FrontProcesses(config, compute, front_listeners, clock) if front_listeners else None
     runs = Runs(config, compute, clock=clock, tracing=tracing, fronts=fronts)
     data_dir = config.server.data_dir.resolve()
     _log_to(data_dir / "logs")

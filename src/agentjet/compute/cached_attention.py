@@ -1,7 +1,7 @@
 """The attention plans of sampling: a step's tokens attend to the cache. `StepPlan` runs on a CPU, `PagedPlan` on CUDA.
 
-`DecodeGraphs` are CUDA graphs of steps under a `PagedPlan`. A layer's window or chunk hides the keys before it, and a
-cache keeps them: the blocks of a row belong to all layers.
+`DecodeGraphs` are CUDA graphs of steps under a `PagedPlan`, with the choice of the tokens. A layer's window or chunk
+hides the keys before it, and a cache keeps them: the blocks of a row belong to all layers.
 
 Shapes: N tokens, R rows, B blocks of the cache, Q queries, L keys, H heads, K key heads, D widths, T tiles of queries,
 W blocks of a tile.
@@ -40,6 +40,7 @@ from agentjet.compute.cache import BLOCK, CacheRow, KeyValueCache
 from agentjet.compute.cached_states import StepRecurrence
 from agentjet.compute.policy import KeySizes, Policy, first_line
 from agentjet.compute.routes import RoutePass, present_routes, routing
+from agentjet.compute.token_choice import ChoiceRules, choose_in_graph
 from agentjet.timeline.forest import Row, build_forest
 
 log = logging.getLogger(__name__)
@@ -206,22 +207,33 @@ class PagedPlan:
         self.recurrence: StepRecurrence | None = None
         self._by_row = num_tiles == num_tokens
         device = cache.device
-        sizes = [num_tokens] * 5 + [cache.num_blocks] * 2 + [num_tiles, num_tiles * width]
+        choices = num_tokens if self._by_row else 0
+        sizes = [num_tokens] * 5 + [cache.num_blocks] * 2 + [num_tiles, num_tiles * width] + [choices] * 3
         # All tables are one vector, so one transfer brings them to the device.
-        self._host = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
-        self._vector = torch.empty_like(self._host, device=device)
-        self._arrays = [part.numpy() for part in torch.split(self._host, sizes)]
+        self._hosts = [_HostTables(sizes, device) for _ in range(2 if self._by_row else 1)]
+        self._vector = torch.empty(sum(sizes), dtype=torch.int32, device=device)
         self.tokens, self.positions, self._row, self._block, self._slot, *tables = torch.split(self._vector, sizes)
-        self._owner, self._start, self._count, table = tables
+        self._owner, self._start, self._count, table, self.source, *choices_of = tables
         self._table = table.view(num_tiles, width)
+        self.temperatures, self.uniforms = (part.view(torch.float32) for part in choices_of)
 
-    def fill(self, spans: Spans) -> None:
-        """Take the next tokens of these rows, and blocks for them.
+    def fill(self, spans: Spans, rules: ChoiceRules | None = None, source: NDArray[np.int64] | None = None) -> None:
+        """Take the next tokens of these rows, and blocks for them. With single tokens, `rules` are those of the rows.
 
+        Row i gets the token that row `source[i]` of the step before has chosen, which only the device knows.
         The other tokens of the plan are padding in the cache's spare block.
         """
-        tokens, positions, rows, block, slot, owner, start, count, table = self._arrays
+        self._hosts.reverse()  # The tables of the step before may still be copied.
+        host = self._hosts[0]
+        host.await_copy()
+        tokens, positions, rows, block, slot, owner, start, count, table, sources, temperatures, uniforms = host.arrays
         table = table.reshape(self._table.shape)
+        sources[:] = -1
+        if source is not None:
+            sources[: len(source)] = source
+        if rules is not None:
+            temperatures.view(np.float32)[: len(spans)] = rules.temperatures
+            uniforms.view(np.float32)[: len(spans)] = rules.uniforms
         for padded, value in ((tokens, 0), (positions, 0), (rows, -1), (block, self._cache.spare), (slot, 0)):
             padded[:] = value
         owner[:], start[:], count[:], table[:, 0] = -1, 0, 1, self._cache.spare
@@ -241,7 +253,7 @@ class PagedPlan:
                     inside = np.unique(own[tile * TILE : (tile + 1) * TILE])
                     seen = blocks[np.isin(owners, inside)]
                     table[tile, : len(seen)], count[tile] = seen, len(seen)
-        self._vector.copy_(self._host, non_blocking=True)
+        host.copy_to(self._vector)
 
     def attend(self, call: LayerCall) -> Tensor:
         keys, values = self._cache.of_layer(call.layer)
@@ -289,6 +301,25 @@ class PagedPlan:
         first, last = lowest // BLOCK, self._table.shape[1] - 1
         places = first[:, None] + torch.arange(last + 1, device=first.device)
         return self._count - first, self._table.gather(1, places.clamp(max=last)), lowest
+
+
+class _HostTables:
+    """The tables of a plan in the memory of the host."""
+
+    def __init__(self, sizes: list[int], device: torch.device) -> None:
+        self._vector = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
+        self.arrays: list[NDArray[np.int32]] = [part.numpy() for part in torch.split(self._vector, sizes)]
+        self._copied: Any = cast(Any, torch.cuda).Event() if device.type == "cuda" else None
+
+    def copy_to(self, vector: Tensor) -> None:
+        vector.copy_(self._vector, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+
+    def await_copy(self) -> None:
+        """Wait until the last copy has ended."""
+        if self._copied is not None:
+            self._copied.synchronize()
 
 
 Spans = list[tuple[CacheRow, int]]
@@ -433,30 +464,31 @@ def difference_beyond(call: LayerCall, kind: AttentionKind, dtype: torch.dtype) 
 
 
 class DecodeGraphs:
-    """CUDA graphs of the steps in which each row of one policy computes one token.
+    """CUDA graphs of the steps in which each row of one policy computes and chooses one token.
 
     A CUDA graph launches a whole step at once. Launched one by one, the kernels of a small model take longer to start
     than to run. Graphs are captured for a few numbers of rows; a step takes the next larger one, and its other rows are
-    padding.
+    padding. On a CPU the same steps run without graphs, for tests.
     """
 
     def __init__(self, cache: KeyValueCache, max_rows: int, context: int) -> None:
         self._cache = cache
         self._sizes = [size for i, size in enumerate(SIZES) if i == 0 or SIZES[i - 1] < max_rows]
         self._width = -(-min(context, cache.max_tokens) // BLOCK)
-        self._pool = torch.cuda.graph_pool_handle()
-        self._graphs: WeakKeyDictionary[Policy, dict[int, _Graph | None]] = WeakKeyDictionary()
+        self._pool = torch.cuda.graph_pool_handle() if cache.device.type == "cuda" else None
+        self._last = torch.zeros(self._sizes[-1], dtype=torch.int32, device=cache.device)
+        """The tokens that the last step has chosen."""
+        self._graphs: WeakKeyDictionary[Policy, dict[int, DecodeGraph | None]] = WeakKeyDictionary()
 
-    def hidden(self, policy: Policy, rows: Sequence[CacheRow]) -> Tensor | None:
-        """Returns hidden states [rows, hidden], overwritten by the next call; None if the step cannot be a graph."""
-        size = next((size for size in self._sizes if size >= len(rows)), None)
+    def of(self, policy: Policy, num_rows: int) -> DecodeGraph | None:
+        """Returns the graph of steps of this number of rows; None if they cannot be a graph."""
+        size = next((size for size in self._sizes if size >= num_rows), None)
         if size is None:
             return None
         graphs = self._graphs.setdefault(policy, {})
         if size not in graphs:
             graphs[size] = self._captured(policy, size)
-        graph = graphs[size]
-        return graph.hidden(rows) if graph else None
+        return graphs[size]
 
     def forget(self, policy: Policy) -> None:
         """Drop the graphs of a policy if its weights are at other addresses than when they were captured."""
@@ -464,42 +496,90 @@ class DecodeGraphs:
         if any(graph and graph.addresses != _addresses(policy) for graph in graphs.values()):
             del self._graphs[policy]
 
-    def _captured(self, policy: Policy, size: int) -> _Graph | None:
+    def _captured(self, policy: Policy, size: int) -> DecodeGraph | None:
         """Boundary: any exception of the model's code under capture means that its steps are not graphs."""
         try:
-            return _Graph(policy, PagedPlan(self._cache, size, size, self._width), self._pool)
+            plan = PagedPlan(self._cache, size, size, self._width)
+            return DecodeGraph(policy, plan, self._last, self._pool)
         except Exception as error:
             reason = f"{type(error).__name__}: {first_line(error)}"
             log.warning("%s: sampling is slower, its steps are not CUDA graphs: %s", policy.info.name, reason)
             return None
 
 
-class _Graph:
-    """A captured step. It holds no policy, so that a removed one is freed."""
+class DecodeGraph:
+    """A captured step: decoder, head and choice. It holds no policy, so that a removed one is freed."""
 
-    def __init__(self, policy: Policy, plan: PagedPlan, pool: Any) -> None:
+    def __init__(self, policy: Policy, plan: PagedPlan, last: Tensor, pool: Any) -> None:
         self.addresses = _addresses(policy)
         self._plan = plan
+        self._last = last
+        self._graph: Any = None
+        self._routes = RoutePass() if policy.records_routes else None
+        if last.device.type != "cuda":
+            return
+        unread = last.clone()
         plan.fill([])
         stream: Any = cast(Any, torch.cuda).Stream()
         stream.wait_stream(torch.cuda.current_stream())
         # Compiles attention and allocates workspaces, which a capture must not.
         with torch.cuda.stream(stream), routing(None):
             for _ in range(2):
-                flat_forward(policy.decoder, plan.tokens, plan.positions, plan)
+                self._compute(policy)
         torch.cuda.current_stream().wait_stream(stream)
-        self._graph = torch.cuda.CUDAGraph()
-        self._routes = RoutePass() if policy.records_routes else None
-        with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"), routing(self._routes):
-            self._hidden = flat_forward(policy.decoder, plan.tokens, plan.positions, plan)
+        last.copy_(unread)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"), routing(self._routes):
+            self._compute(policy)
+        self._graph = graph
 
-    def hidden(self, rows: Sequence[CacheRow]) -> Tensor:
-        self._plan.fill([(row, 1) for row in rows])
+    def launch(
+        self,
+        policy: Policy,
+        rows: Sequence[CacheRow],
+        rules: ChoiceRules | None = None,
+        source: NDArray[np.int64] | None = None,
+    ) -> None:
+        """Compute the next token of each row, and choose the one after it; see `PagedPlan.fill`."""
+        self._plan.fill([(row, 1) for row in rows], rules, source)
+        if self._graph is None:
+            self._compute(policy)
+            return
         self._graph.replay()
         if self._routes is not None and (present := present_routes()) is not None:
             present.repeat(self._routes, len(rows))
-        return self._hidden[: len(rows)]
+
+    @property
+    def logits(self) -> Tensor:
+        """Logits [size, V] of the last launch. The next launch of any graph overwrites them."""
+        return self._logits
+
+    def chosen(self) -> ReadTokens:
+        """Returns a function that waits for the tokens [size] of the last launch, and their log-probabilities."""
+        on_host = self._chosen.to("cpu", non_blocking=True)
+        copied = cast(Any, torch.cuda).Event() if self._graph is not None else None
+        if copied is not None:
+            copied.record()
+
+        def read() -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+            if copied is not None:
+                copied.synchronize()
+            tokens, logprobs = on_host.numpy()
+            return tokens, logprobs.view(np.float32)
+
+        return read
+
+    def _compute(self, policy: Policy) -> None:
+        source = self._plan.source
+        tokens = torch.where(source >= 0, self._last[source.clamp(min=0)], self._plan.tokens)
+        self._logits = policy.head(flat_forward(policy.decoder, tokens, self._plan.positions, self._plan))
+        self._chosen = choose_in_graph(self._logits, self._plan.temperatures, self._plan.uniforms)
+        self._last[: len(tokens)] = self._chosen[0]
+
+
+ReadTokens = Callable[[], tuple[NDArray[np.int32], NDArray[np.float32]]]
+"""Returns tokens and log-probabilities, when a device has chosen them."""
 
 
 def _addresses(policy: Policy) -> tuple[int, ...]:
-    return tuple(tensor.data_ptr() for tensor in (*policy.decoder.parameters(), *policy.decoder.buffers()))
+    return tuple(tensor.data_ptr() for tensor in policy.sampled_from())

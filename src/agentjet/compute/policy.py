@@ -299,6 +299,11 @@ class Policy:
         finally:
             config._attn_implementation = before
 
+    def sampled_from(self) -> Iterator[Tensor]:
+        """Yields the tensors that logits depend on."""
+        for module in (self.decoder, self._head):
+            yield from (*module.parameters(), *module.buffers())
+
     def trainable(self) -> dict[str, nn.Parameter]:
         """Returns the parameters that learn, by name, each tied weight once."""
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}

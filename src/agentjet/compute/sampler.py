@@ -16,8 +16,10 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, cast
+from itertools import compress
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -27,13 +29,13 @@ from torch import Tensor, nn
 
 from agentjet.compute.attention import AttentionPlan, flat_forward
 from agentjet.compute.cache import CacheRow, KeyValueCache
-from agentjet.compute.cached_attention import DecodeGraphs, Spans, step_inputs
+from agentjet.compute.cached_attention import DecodeGraphs, ReadTokens, Spans, step_inputs
 from agentjet.compute.cached_states import StateSlots
 from agentjet.compute.memory import STATES_PER_COMPLETION
 from agentjet.compute.model import copied_modules
 from agentjet.compute.policy import PROBE_TOKENS, Policy, first_line, probe_tokens, tolerance
 from agentjet.compute.routes import RoutePass, present_routes, routing
-from agentjet.compute.token_choice import ChoiceRules, Grammars, Guide, sample_tokens
+from agentjet.compute.token_choice import ChoiceRules, ChosenTokens, Grammars, Guide, sample_tokens
 from agentjet.errors import ComputeError, GrammarError, OutOfCache
 from agentjet.processes.progress import PROGRESS
 from agentjet.timeline.forest import EVERYTHING
@@ -84,6 +86,10 @@ class _Running:
         """Tokens that a completion may still sample."""
         self.is_special = np.zeros(num_places, bool)
         """True for completions with a grammar or with routes, which are handled one by one."""
+        self.is_plain = np.zeros(num_places, bool)
+        """True for completions that a graph chooses tokens for."""
+        self.num_left = np.zeros(num_places, np.int64)
+        """Completions that have left each place."""
         self._generators: dict[int, np.random.Generator] = {}
         self._uniforms = np.zeros((num_places, UNIFORMS))
         self._num_drawn = np.zeros(num_places, np.int64)
@@ -96,26 +102,62 @@ class _Running:
         self.temperatures[place], self.left[place] = params.temperature, params.max_tokens - completion.num_sampled
         self.top_ks[place], self.top_ps[place] = params.top_k, params.top_p
         self.is_special[place] = completion.guide is not None or params.routes_from is not None
+        self.is_plain[place] = not (self.is_special[place] or params.top_k or params.top_p < 1)
         self._generators[place] = generator = np.random.default_rng(params.seed)
         generator.random(completion.num_sampled)
         self._num_drawn[place] = UNIFORMS
 
     def leave(self, completion: RunningCompletion) -> None:
         completion.num_sampled = completion.params.max_tokens - int(self.left[completion.place])
+        self.num_left[completion.place] += 1
         del self._generators[completion.place]
         self._free.append(completion.place)
         completion.place = -1
 
     def rules(self, places: NDArray[np.int64], rows: NDArray[np.int64], masks: dict[int, bytes]) -> ChoiceRules:
-        """Returns the rules of the next tokens of completions, with one random number each."""
+        """Returns the rules of the next tokens of completions, with one random number each. Counts these tokens."""
         drawn = self._num_drawn[places]
         for place in places[drawn == UNIFORMS].tolist():
             self._generators[place].random(out=self._uniforms[place])
             self._num_drawn[place] = 0
         drawn %= UNIFORMS
         self._num_drawn[places] = drawn + 1
+        self.left[places] -= 1
         uniforms = self._uniforms[places, drawn]
         return ChoiceRules(rows, self.temperatures[places], self.top_ks[places], self.top_ps[places], uniforms, masks)
+
+    def undo(self, places: NDArray[np.int64]) -> None:
+        """Take back the last call of `rules`: its tokens are chosen again."""
+        self.left[places] += 1
+        self._num_drawn[places] -= 1
+
+
+class _Batch(NamedTuple):
+    """The C completions that a step samples, by row."""
+
+    rows: list[CacheRow]
+    groups: list[list[RunningCompletion]]
+    completions: list[RunningCompletion]
+    places: NDArray[np.int64]
+
+    def only(self, wanted: NDArray[np.bool_]) -> _Batch:
+        """Returns a part of a batch whose rows have one completion each."""
+        if wanted.all():
+            return self
+        rows, groups = [*compress(self.rows, wanted)], [*compress(self.groups, wanted)]
+        return _Batch(rows, groups, [*compress(self.completions, wanted)], self.places[wanted])
+
+
+@dataclass(frozen=True, slots=True)
+class _StepAhead:
+    """A step whose tokens are not read: a graph chooses one for each row, which has one completion."""
+
+    batch: _Batch
+    num_left: NDArray[np.int64]
+    """See `_Running.num_left`: another number now means that the completion has ended."""
+    is_last: NDArray[np.bool_]
+    """True for completions that end with this token."""
+    read: ReadTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,11 +204,13 @@ class NewTokens:
 class ModelSampler:
     """Samples completions, up to `max_concurrent` at a time.
 
-    A step computes the tokens of all adapters in one forward pass of the base model.
+    A step computes the tokens of all adapters in one forward pass of the base model. Where each running completion
+    computes one token, a graph chooses the tokens, too. The next step is launched before they are read, so the device
+    does not wait for the host: the end of a completion is found one step late, and its extra token is dropped.
     """
 
-    def __init__(self, policy: Policy, max_concurrent: int, cache_tokens: int) -> None:
-        """`policy` is the policy of full weights, or the base model."""
+    def __init__(self, policy: Policy, max_concurrent: int, cache_tokens: int, *, graphs: bool | None = None) -> None:
+        """`policy` is the policy of full weights, or the base model. `graphs` is None for graphs on CUDA only."""
         self.policy = policy
         self.num_computed = 0
         """Tokens computed since the start."""
@@ -179,12 +223,13 @@ class ModelSampler:
             slots = StateSlots(STATES_PER_COMPLETION * max_concurrent, policy.device, policy.state_shape)
         self._cache = KeyValueCache(shape, cache_tokens, policy.dtype, policy.device, slots)
         self._graphs: DecodeGraphs | None = None
-        if policy.info.shares_prefixes and policy.device.type == "cuda" and not slots:
+        if policy.info.shares_prefixes and not slots and (policy.device.type == "cuda" if graphs is None else graphs):
             self._graphs = DecodeGraphs(self._cache, max_concurrent, policy.info.context_length)
         self._state_name = None if policy.info.shares_prefixes else _state_name(policy)
         self._waiting: deque[RunningCompletion] = deque()
         self._running: dict[CacheRow, list[RunningCompletion]] = {}
         self._places = _Running(max_concurrent)
+        self._ahead: _StepAhead | None = None
         self._debt = 0.0
         """Seconds that other completions get before long prompts go on."""
         self.paused: set[Policy] = set()
@@ -237,6 +282,9 @@ class ModelSampler:
     def invalidate(self, policy: Policy | None = None) -> None:
         """Drop the cached state of a policy, and resume it: its weights changed, or it was removed."""
         policy = policy or self.policy
+        if (ahead := self._ahead) is not None and ahead.batch.rows[0].owner is policy:
+            self._places.undo(ahead.batch.places[self._is_live(ahead)])
+            self._ahead = None
         self._cache.clear(policy)
         self.paused.discard(policy)
         if self._mixture is not None:
@@ -252,22 +300,28 @@ class ModelSampler:
         A row that was just sampled from misses one token. A new prompt misses the part that no other row holds. Long
         prompts are spread over several steps, so that they do not delay running completions.
         """
+        if self._ahead is not None and self._is_live(self._ahead).any():
+            return self._read(self._ahead)
+        self._ahead = None
         self._admit()
         rows = [row for row in self._running if row.owner not in self.paused] if self.paused else [*self._running]
         singles = [(row, 1) for row in rows if row.length - row.filled == 1]
+        if len(singles) == len(rows) and (ahead := self._launched(rows)) is not None:
+            self._debt = 0.0
+            return self._read(ahead)
         short, long, share = self._prompts(rows, len(singles)) if len(singles) < len(rows) else ([], [], 0.0)
-        hidden: list[Tensor] = []
+        logits: list[Tensor] = []
         complete: list[CacheRow] = []
         began, long_seconds = time.perf_counter(), 0.0
-        self._compute(singles, hidden, complete)
+        self._compute(singles, logits, complete)
         if long:
             between = self._finished()
-            self._compute(sorted(short + long, key=_is_longer), hidden, complete)
+            self._compute(sorted(short + long, key=_is_longer), logits, complete)
             num_long, num_short = (sum(n for _, n in spans) for spans in (long, short))
             long_seconds = (self._finished() - between) * num_long / (num_long + num_short)
         else:
-            self._compute(sorted(short, key=_is_longer), hidden, complete)
-        new = self._sample(torch.cat(hidden) if len(hidden) > 1 else hidden[0], complete) if complete else NewTokens()
+            self._compute(sorted(short, key=_is_longer), logits, complete)
+        new = self._sample(torch.cat(logits) if len(logits) > 1 else logits[0], complete) if complete else NewTokens()
         other_seconds = time.perf_counter() - began - long_seconds
         self._debt = max(0.0, self._debt + (long_seconds * (1 - share) / share if long else 0) - other_seconds)
         return new
@@ -307,20 +361,69 @@ class ModelSampler:
             torch.cuda.synchronize()
         return time.perf_counter()
 
-    def _compute(self, spans: Spans, hidden: list[Tensor], complete: list[CacheRow]) -> None:
-        """Compute the next tokens of rows. Adds the complete rows, and the hidden states of their last tokens."""
+    def _batch_of(self, rows: list[CacheRow]) -> _Batch:
+        groups = [self._running[row] for row in rows]
+        completions = [c for group in groups for c in group]
+        return _Batch(rows, groups, completions, np.array([c.place for c in completions], np.int64))
+
+    def _launched(self, rows: list[CacheRow]) -> _StepAhead | None:
+        """Launch a step in which each row computes one token; None if no graph chooses all of the tokens."""
+        if self._graphs is None or len({row.owner for row in rows}) != 1 or rows[0].owner.records_routes:
+            return None
+        batch = self._batch_of(rows)
+        if len(batch.completions) > len(rows) or not self._places.is_plain[batch.places].all():
+            return None
+        return self._step_of(batch)
+
+    def _step_of(self, batch: _Batch, source: NDArray[np.int64] | None = None) -> _StepAhead | None:
+        """Launch a step. Tokens that are not read come from rows `source` of the step before."""
+        rows, places = batch.rows, batch.places
+        if self._graphs is None or (graph := self._graphs.of(rows[0].owner, len(rows))) is None:
+            return None
+        graph.launch(rows[0].owner, rows, self._places.rules(places, np.arange(len(rows)), {}), source)
+        self._cache.advance([(row, 1) for row in rows])
+        self.num_computed += len(rows)
+        return _StepAhead(batch, self._places.num_left[places], self._places.left[places] == 0, graph.chosen())
+
+    def _read(self, ahead: _StepAhead) -> NewTokens:
+        """Returns the tokens of a step. Launches the one after it before, unless other work may come first."""
+        self._ahead = None
+        is_live = self._is_live(ahead)
+        goes_on = is_live & ~ahead.is_last
+        if goes_on.any() and not self.paused and not (self._waiting and self._may_admit):
+            self._ahead = self._step_of(ahead.batch.only(goes_on), np.flatnonzero(goes_on))
+        tokens, logprobs = ahead.read()
+        live = np.flatnonzero(is_live)
+        chosen = ChosenTokens(tokens[live].astype(np.int64), logprobs[live], None)
+        return self._take(ahead.batch.only(is_live), chosen, ahead.is_last[is_live])
+
+    def _is_live(self, ahead: _StepAhead) -> NDArray[np.bool_]:
+        """Returns True for the completions of a step that have not ended since it was launched."""
+        return np.equal(self._places.num_left[ahead.batch.places], ahead.num_left)
+
+    def _compute(self, spans: Spans, logits: list[Tensor], complete: list[CacheRow]) -> None:
+        """Compute the next tokens of rows. Adds the complete rows, and the logits after their last tokens."""
         for owners, part in _passes(spans):
-            with PROGRESS.long_step(self.policy.device.type == "cpu" or not self.num_computed):  # The first compiles.
-                found = self._forward_recorded(owners, part)
+            graph = None
+            if self._graphs is not None and len(owners) == 1 and part[-1][1] == 1:
+                graph = self._graphs.of(next(iter(owners)), len(part))
+            is_long = self.policy.device.type == "cpu" or not self.num_computed  # The first step compiles.
+            with PROGRESS.long_step(is_long), self._recorded(owners, part):
+                if graph is None:
+                    hidden = self._forward(owners, part)
+                else:
+                    graph.launch(next(iter(owners)), [row for row, _ in part])
+                    self.num_computed += len(part)
             self._cache.advance(part)
             whole = [row for row, _ in part if row.filled == row.length]
             complete += whole
-            if len(whole) == len(found):  # The next graph overwrites the states.
-                hidden.append(found if self._graphs is None else found.clone())
-                continue
-            last = np.cumsum([n for _, n in part]) - 1
-            own = last[[row.filled == row.length for row, _ in part]]
-            hidden.append(found[torch.from_numpy(own)])
+            if graph is not None:
+                logits.append(graph.logits[: len(part)].clone())  # The next graph overwrites them.
+            elif whole:
+                if len(whole) < len(hidden):
+                    last = np.cumsum([n for _, n in part]) - 1
+                    hidden = hidden[torch.from_numpy(last[[row.filled == row.length for row, _ in part]])]
+                logits.append(_logits(self.policy, owners, hidden, whole))
 
     def _admit(self) -> None:
         """Start waiting requests: of the policy with the fewest running completions, then in order of arrival.
@@ -366,18 +469,19 @@ class ModelSampler:
             started[completion.policy] += 1
         return [completion for _, completion in sorted(ranked, key=lambda pair: pair[0])]
 
-    def _forward_recorded(self, owners: set[Policy], spans: Spans) -> Tensor:
-        """As `_forward`. Adds the routes of the tokens to their rows if a policy records them."""
+    @contextmanager
+    def _recorded(self, owners: set[Policy], spans: Spans) -> Iterator[None]:
+        """Context of a pass that adds the routes of the tokens to their rows if a policy records them."""
         shape = next((owner.info.routes for owner in owners if owner.records_routes), None)
         if shape is None:
-            return self._forward(owners, spans)
+            yield
+            return
         with routing(recorded := RoutePass()):
-            hidden = self._forward(owners, spans)
+            yield
         choices, start = recorded.chosen.to(torch.int8 if shape.experts <= 128 else torch.int16).cpu().numpy(), 0
         for row, count in spans:
             row.add_routes(choices[start : start + count])
             start += count
-        return hidden
 
     def _forward(self, owners: set[Policy], spans: Spans) -> Tensor:
         """Compute the next tokens of each row and store their state; returns their hidden states in order.
@@ -386,16 +490,10 @@ class ModelSampler:
         """
         if not self.policy.info.shares_prefixes:
             return torch.cat([self._forward_row(row, n) for row, n in spans])
-        singles = spans[-1][1] == 1
-        self.num_computed += len(spans) if singles else sum(n for _, n in spans)
-        policy = next(iter(owners)) if len(owners) == 1 else None
-        if self._graphs is not None and policy is not None and singles:
-            hidden = self._graphs.hidden(policy, [row for row, _ in spans])
-            if hidden is not None:
-                return hidden
+        self.num_computed += sum(n for _, n in spans)
         inputs = step_inputs(spans, self._cache)
-        if policy is not None:
-            return flat_forward(policy.decoder, *inputs)
+        if len(owners) == 1:
+            return flat_forward(next(iter(owners)).decoder, *inputs)
         if self._mixture is None:
             self._mixture = AdapterMixture(self.policy)
         return self._mixture.forward(*inputs, [(row.owner, n) for row, n in spans])
@@ -410,22 +508,26 @@ class ModelSampler:
             routes.keep_last(count)
         return hidden[0, -count:]
 
-    def _sample(self, hidden: Tensor, rows: list[CacheRow]) -> NewTokens:
-        """Sample one token for each completion of the rows, whose last tokens have these hidden states."""
-        groups = [self._running[row] for row in rows]
-        completions = [c for group in groups for c in group]
-        places = np.array([c.place for c in completions])
+    def _sample(self, logits: Tensor, rows: list[CacheRow]) -> NewTokens:
+        """Sample one token for each completion of the rows, after whose last tokens these are the logits."""
+        batch = self._batch_of(rows)
         of = np.arange(len(rows))
-        if len(completions) > len(rows):
-            of = np.repeat(of, [len(group) for group in groups])
-        owners = {row.owner for row in rows}
+        if len(batch.completions) > len(rows):
+            of = np.repeat(of, [len(group) for group in batch.groups])
+        special = np.flatnonzero(self._places.is_special[batch.places]).tolist()
+        masks = {i: guide.mask for i in special if (guide := batch.completions[i].guide)}
+        chosen = sample_tokens(logits, self._places.rules(batch.places, of, masks))
+        return self._take(batch, chosen, self._places.left[batch.places] == 0)
+
+    def _take(self, batch: _Batch, chosen: ChosenTokens, is_over: NDArray[np.bool_]) -> NewTokens:
+        """Returns the tokens of a step as new ones. Ends completions, or adds the tokens to their rows.
+
+        `is_over` [C] is True for completions that end by their length.
+        """
+        rows, groups, completions, places = batch
         special = np.flatnonzero(self._places.is_special[places]).tolist()
-        masks = {i: guide.mask for i in special if (guide := completions[i].guide)}
-        tokens, logprobs, support = sample_tokens(
-            _logits(self.policy, owners, hidden, rows), self._places.rules(places, of, masks)
-        )
-        self._places.left[places] -= 1
-        is_over = self._places.left[places] == 0
+        tokens, logprobs, support = chosen
+        owners = {row.owner for row in rows}
         new = NewTokens([c.id for c in completions], tokens.tolist(), logprobs.tolist(), support)
         new.reasons.update(dict.fromkeys(np.flatnonzero(is_over).tolist(), "length"))
         ends = frozenset[int]().union(*(policy.end_tokens for policy in owners))
@@ -434,11 +536,12 @@ class ModelSampler:
                 new.reasons[i] = "stop"
         for i in np.flatnonzero(~np.isfinite(logprobs)).tolist():
             new.errors[i] = ComputeError("the policy has diverged: its logits are not finite")
+        row_of = [row for row, group in zip(rows, groups, strict=True) for _ in group] if special else []
         for i in special:
             guide = completions[i].guide
             if guide and i not in new.reasons and i not in new.errors and (refused := guide.advance(new.tokens[i])):
                 new.errors[i] = GrammarError(refused)
-            if (routes := _new_routes(completions[i], rows[of[i]])) is not None:
+            if (routes := _new_routes(completions[i], row_of[i])) is not None:
                 new.routes[i] = routes
         is_over[[*new.reasons, *new.errors]] = True
         if is_over.any():
@@ -451,6 +554,7 @@ class ModelSampler:
                 row.tokens[row.length] = new.tokens[start]  # As `append`: a call takes longer.
                 row.length += 1
             else:
+                row.tokens[row.length : row.filled] = new.tokens[start]  # The step ahead has computed the last token.
                 by_token: dict[int, list[RunningCompletion]] = {}
                 for c, token, ended in zip(group, new.tokens[start:stop], over[start:stop], strict=True):
                     if ended:

@@ -239,18 +239,40 @@ def _chosen(
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     """Returns the columns [C] chosen from rows `places` of `tempered` [D, W], and their log-probabilities [C]."""
     device = tempered.device
+    is_greedy = None if greedy is None or not greedy.any() else _to(greedy, device)
+    rows = None if len(places) == len(tempered) else _to(places, device)
+    chosen, logprobs = _columns(tempered, rows, _to(uniforms.astype(np.float32), device), is_greedy)
+    return chosen.cpu().numpy(), logprobs.cpu().numpy()
+
+
+def _columns(tempered: Tensor, rows: Tensor | None, uniforms: Tensor, greedy: Tensor | None) -> tuple[Tensor, Tensor]:
+    """As `_chosen`, on the device and without waiting for it. Without `rows`, each row is chosen from once."""
     normaliser = tempered.logsumexp(-1, keepdim=True)
     cumulative = (tempered - normaliser).exp_().cumsum_(-1)
-    rows = _to(places, device)
-    if len(places) != len(tempered):
+    if rows is not None:
         cumulative = cumulative[rows]
     # The last entry of a row is 1 up to rounding. A token of probability 0 is never the first one above a threshold.
-    below_1 = _to(uniforms.astype(np.float32), device).clamp(max=1 - 2**-24)
+    below_1 = uniforms.clamp(max=1 - 2**-24)
     chosen = torch.searchsorted(cumulative, below_1[:, None] * cumulative[:, -1:], right=True)[:, 0]
     chosen = chosen.clamp(max=tempered.shape[-1] - 1)  # Of NaN, no entry is above.
-    if greedy is not None and greedy.any():
-        chosen = torch.where(_to(greedy, device), tempered.argmax(-1)[rows], chosen)
-    return chosen.cpu().numpy(), (tempered[rows, chosen] - normaliser[rows, 0]).cpu().numpy()
+    if greedy is not None:
+        likeliest = tempered.argmax(-1)
+        chosen = torch.where(greedy, likeliest if rows is None else likeliest[rows], chosen)
+    if rows is None:
+        return chosen, (tempered.gather(1, chosen[:, None]) - normaliser)[:, 0]
+    return chosen, tempered[rows, chosen] - normaliser[rows, 0]
+
+
+def choose_in_graph(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> Tensor:
+    """Returns tokens, and the bits of their log-probabilities, as one tensor [2, R] of int32.
+
+    The choice is that of `sample_tokens` for completions with a row each and no restriction: `temperatures` and
+    `uniforms` are [R], in float32.
+    """
+    greedy = temperatures == 0
+    tempered = logits.float() / temperatures.masked_fill(greedy, 1)[:, None]
+    tokens, logprobs = _columns(tempered, None, uniforms, greedy)
+    return torch.stack([tokens.int(), logprobs.view(torch.int32)])
 
 
 class _Likeliest:

@@ -74,8 +74,6 @@ Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 RUN = "agentjet.run"
 """Key in the scope of a request below `/runs/NAME`: the run, as `RunScope`."""
-CHECKED = "agentjet.checked"
-"""Key in the scope of a request whose guards were checked before its body was read."""
 RUN_PATH = re.compile(r"/runs/([^/]*)")
 KEY_PATH = re.compile(r"/k/([^/]+)")
 INFERENCE_PATH = re.compile(r"^(/k/[^/]+)?((?:/inference)?/v1/.*)", re.DOTALL)
@@ -163,6 +161,42 @@ def listen(host: str, port: int, *, backlog: int = 1024) -> socket.socket:
     return listener
 
 
+class JoinedWrites:
+    """A transport that sends at once what one turn of the event loop writes, such as the head and body of a response.
+
+    A write to a socket takes longer than most of the code behind it.
+    """
+
+    MAX_BYTES = 2**16
+    """Bytes that wait for the end of a turn. The transport itself holds more back only if the client reads slowly."""
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport = transport
+        self._loop = loop
+        self._parts: list[bytes] = []
+        self._num_bytes = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, part: bytes) -> None:
+        if not self._parts:
+            self._loop.call_soon(self._flush)
+        self._parts.append(part)
+        self._num_bytes += len(part)
+        if self._num_bytes > self.MAX_BYTES:
+            self._flush()
+
+    def close(self) -> None:
+        self._flush()
+        self._transport.close()
+
+    def _flush(self) -> None:
+        parts, self._parts, self._num_bytes = self._parts, [], 0
+        if parts:
+            self._transport.write(b"".join(parts))
+
+
 class LimitedConnection(HttpToolsProtocol):
     """A connection that enforces `RequestLimits`:
 
@@ -182,7 +216,7 @@ class LimitedConnection(HttpToolsProtocol):
         self._deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+        super().connection_made(JoinedWrites(transport, self.loop))  # type: ignore[arg-type]
         if len(self.connections) > self._limits.connections:
             log.warning("connection refused: %d are open (server.max_connections)", len(self.connections) - 1)
             transport.abort()
@@ -481,8 +515,7 @@ class Guard:
 
     async def __call__(self, request: Request) -> None:
         """Checks the guard on a route that is not a `GuardedRoute`, after its body was read."""
-        if CHECKED not in request.scope:
-            self.check(request)
+        self.check(request)
 
 
 def _check_episode_key(run: RunScope, request: Request) -> None:
@@ -516,13 +549,14 @@ class GuardedRoute(APIRoute):
     def get_route_handler(self) -> Handler:
         handle = self.handler()
         guards = [each.dependency for each in self.dependencies if isinstance(each.dependency, Guard)]
+        dependant = self.dependant  # FastAPI need not call the guards again.
+        dependant.dependencies = [each for each in dependant.dependencies if not isinstance(each.call, Guard)]
         annotation: Any = self.body_field and self.body_field.field_info.annotation
         model: TypeAdapter[Any] | None = TypeAdapter(annotation) if self.body_field else None
 
         async def guarded(request: Request) -> Response:
             for guard in guards:
                 guard.check(request)
-            request.scope[CHECKED] = True
             if model is not None:
                 limits = scope_of(request).limits
                 # Starlette keeps a body that was read in these two fields, and FastAPI takes it from there. A model in
@@ -792,3 +826,40 @@ def new_app(default: RunScope, **options: Any) -> FastAPI:
     )
     app.state.default = default
     return app
+
+
+# ---- fronts ----------------------------------------------------------------------------------------------------------
+
+PREFIX = re.compile(r"/f(\d{1,3})(?=/|$)")
+"""Path of a front behind a proxy that does not remove it."""
+
+
+class FrontPrefix:
+    """Middleware that removes `/f{front}` from a path, where a proxy did not, and refuses paths of other fronts."""
+
+    def __init__(self, app: ASGIApp, front: int | None, addresses: Sequence[str]) -> None:
+        """`front` is None in the server, which refuses the paths of all fronts; `addresses` are the fronts' URLs."""
+        self._app = app
+        self._front = front
+        self._addresses = addresses
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        found = PREFIX.match(scope["path"]) if scope["type"] == "http" else None
+        if found is None:
+            await self._app(scope, receive, send)
+            return
+        path, front = scope["path"][found.end() :] or "/", int(found[1])
+        if front == self._front:
+            raw = scope["raw_path"].removeprefix(found[0].encode()) or b"/"
+            await self._app({**scope, "path": path, "raw_path": raw}, receive, send)
+            return
+        addresses = self._addresses
+        if front < len(addresses):
+            here = "the server" if self._front is None else f"front {self._front}"
+            message = f"This is {here}, and the path is one of front {front}: {addresses[front]}."
+        else:
+            message = f"There is no front {front} any more: the server has {len(addresses)} (server.fronts)."
+        message += (
+            " The URL of an episode is the base_url of its begin; check the proxy's rules for /f0/, /f1/ and so on."
+        )
+        await error_response(path, Forbidden(message, code="other_front"))(scope, receive, send)

@@ -17,14 +17,13 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 
-from agentjet import database
 from agentjet.config import JobConfig
 from agentjet.errors import Conflict, Forbidden
 from agentjet.swarm import EpisodeRecord, Journal
 from agentjet.swarm.conversations import Conversations
-from agentjet.swarm.journal import CallCounts, Slice
+from agentjet.swarm.journal import Slice
 from agentjet.swarm.journal_file import JournalFile, segment_of, segments_of
-from agentjet.swarm.state import Leases
+from agentjet.swarm.state import CallCounts, Leases
 from agentjet.types import JOURNAL
 
 FINISHING_KEPT = 10_000
@@ -75,8 +74,7 @@ class Segment(Conversations):
         file.attach([path, *(other for other in segments_of(path) if other != own)], live=True)
         super().__init__(Journal(file))
         # In a transaction, the connection above would not see episodes that began since.
-        self._run = Journal(JournalFile(path, database.connect(path, "mode=ro", any_thread=True)))
-        self._run.file.attach(segments_of(path), live=True)
+        self._run = Journal.open_live(path)
         self._front, self._fronts, self._address = front, fronts, address
         self._clock = clock
         self.leases = Leases(clock, lambda: 0.0)

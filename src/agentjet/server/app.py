@@ -39,6 +39,7 @@ from agentjet.front import inference
 from agentjet.front.http import (
     BEARER,
     PROBLEM,
+    FrontPrefix,
     RequestLimits,
     RunMiddleware,
     allowed_hosts,
@@ -49,7 +50,6 @@ from agentjet.front.http import (
     scope_of,
 )
 from agentjet.front.keys import Keys
-from agentjet.front.process import FrontPrefix
 from agentjet.protocol import EpisodeFilters, EpisodeQuery
 from agentjet.server import routes
 from agentjet.server.access import SMALL_BODY, VIEWER, ReadScope, ServedRuns, new_router

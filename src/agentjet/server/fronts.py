@@ -1,4 +1,4 @@
-"""The front processes of a server: `Fronts` starts and watches them, `FrontedCalls` are the calls of one run there.
+"""The calls of a run on fronts: `FrontedCalls` in place of `Calls`, and `FrontGate`, for the gateway of the run.
 
 Invariants:
 
@@ -12,291 +12,68 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import logging
-import socket
-import sys
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractContextManager, asynccontextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from agentjet.compute.backend import ProcessCompute
 from agentjet.config import JobConfig, ServeConfig
-from agentjet.errors import AgentJetError, ComputeError, Later, RequestError, Unavailable, WorkerDied
+from agentjet.errors import ComputeError, Later, RequestError
 from agentjet.front.concurrency import Gate
-from agentjet.front.process import SOCKET, FrontReport, FrontSettings, RunReport, RunState
+from agentjet.front.run import RunReport, RunState
 from agentjet.front.segment import front_of
-from agentjet.processes.guardian import Launch
-from agentjet.processes.rpc import Peer
-from agentjet.processes.supervisor import LocalPlacement, Supervisor, Watchdog, first_of
 from agentjet.protocol import FrontView
-from agentjet.server.run_policies import RunPolicies, all_of
+from agentjet.server.run_policies import RunPolicies
 from agentjet.swarm import EpisodeRecord, Journal, SwarmState
 from agentjet.swarm.journal import Slice
 from agentjet.timeline.batch import TrainingBatch
-from agentjet.types import PolicyId
 
-log = logging.getLogger(__name__)
-
-COMMAND = (sys.executable, "-P", "-m", "agentjet.front")
-REPORT_SECONDS = 0.5
-"""Seconds between two reports of a front."""
-HUNG_SECONDS = 20.0
-"""A front that does not report for so long is killed and replaced."""
-SETTLE_SECONDS = 0.02
-"""A fleet changes several times in a row."""
 CLOSE_SECONDS = 5.0
 """Time for a front to mark the answers that a stop cuts off."""
-MAX_DELAY = 10.0
-"""Longest wait in seconds before a front is started again. It is doubled with each end before the first report."""
 
 
-@dataclass(eq=False)
-class FrontHandle:
-    """A front, from the first start of its process to the end of the server."""
+class Fronts(Protocol):
+    """The front processes of a server: see `agentjet.fronts.supervision`."""
 
-    index: int
-    listener: socket.socket
-    peer: Peer | None = None
-    """The connection to the present process; None while there is none."""
-    ready: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set while the process answers calls."""
-    starts: int = 0
-    reported: float = 0.0
-    """Time of the last report, by the monotonic clock."""
-    calls: int = 0
-    load: float = 0.0
-    """CPU seconds a second between the last two reports."""
-    lag: float = 0.0
+    runs: dict[str, FrontedCalls]
+    """The open runs, the default one first."""
 
-    @property
-    def is_silent(self) -> bool:
-        return not self.ready.is_set() or time.monotonic() - self.reported > 4 * REPORT_SECONDS
-
-
-class Fronts:
-    """The fronts of a server."""
-
-    def __init__(
-        self,
-        config: ServeConfig,
-        compute: ProcessCompute,
-        listeners: Sequence[socket.socket],
-        clock: Callable[[], float],
-    ) -> None:
-        """`listeners` are the open sockets of the fronts' ports."""
-        self._config = config
-        self._compute = compute
-        self._clock = clock
-        self._handles = [FrontHandle(index, listener) for index, listener in enumerate(listeners)]
-        self._supervisor: Supervisor | None = None
-        self._tasks: list[asyncio.Task[None]] = []
-        self._sending: set[asyncio.Task[Any]] = set()
-        self._closing = False
-        self.runs: dict[str, FrontedCalls] = {}
-        """The open runs, the default one first."""
-        self._changed: set[PolicyId] = set()
-        """Policies whose replicas changed a moment ago."""
-        compute.on_replicas = self._replicas_changed
-
-    def __len__(self) -> int:
-        return len(self._handles)
+    def __len__(self) -> int: ...
 
     def start(self) -> None:
         """Starts the processes. The default run must be in `runs`."""
-        self._supervisor = Supervisor("127.0.0.1", LocalPlacement(list))
-        lives = [asyncio.create_task(self._live(handle)) for handle in self._handles]
-        self._tasks = [*lives, asyncio.create_task(self._keep_leases())]
 
     async def close(self) -> None:
         """Ends the processes. Idempotent."""
-        self._closing = True
-        for task in (*self._tasks, *self._sending):
-            task.cancel()
-        await asyncio.gather(*self._tasks, *self._sending, return_exceptions=True)
-        if self._supervisor is not None:
-            await self._supervisor.close()
 
     def address(self, front: int, url: str) -> str:
         """Returns the base URL of a front. `url` is a URL of this server, as the client reaches it."""
-        if template := self._config.server.front_url:
-            return template.replace("{front}", str(front)).rstrip("/")
-        scheme, _, rest = url.partition("://")
-        host = rest.partition("/")[0]
-        host = host.rpartition(":")[0] if host.rpartition("]")[2].count(":") else host
-        return f"{scheme}://{host}:{self._handles[front].listener.getsockname()[1]}"
+        ...
 
     @property
     def addresses(self) -> tuple[str, ...]:
         """The base URLs of the fronts, as this machine reaches them if `server.front_url` is empty."""
-        return tuple(self.address(one.index, self._url(one)) for one in self._handles)
+        ...
 
     def views(self) -> list[FrontView]:
-        return [
-            FrontView(
-                front=one.index,
-                ready=one.ready.is_set(),
-                calls=one.calls,
-                load=one.load,
-                lag=one.lag,
-                starts=one.starts,
-            )
-            for one in self._handles
-        ]
-
-    # ---- messages ---------------------------------------------------------------------------------------------------
+        """Returns the present state of each front."""
+        ...
 
     async def ask(self, front: int, op: str, *args: Any) -> Any:
         """Returns the answer of a front. If it dies before that, the next one is asked."""
-        handle = self._handles[front]
-        while True:
-            await handle.ready.wait()
-            if (peer := handle.peer) is not None:
-                with suppress(WorkerDied):
-                    return await peer.ask(op, None, *args)
-            if self._closing:
-                raise Unavailable("The server is being stopped.", code="server_stopping", retry_after=10.0)
-            await asyncio.sleep(0)
-
-    def tell(self, op: str, *args: Any) -> None:
-        """Sends a message to all fronts that are up, in order. Others get the present state when they start."""
-        for handle in self._handles:
-            if handle.peer is not None:
-                self._send(handle.peer, op, *args)
 
     async def ask_all(self, op: str, *args: Any) -> None:
         """Returns when all fronts that are up have answered a message or ended."""
 
-        async def ask(peer: Peer) -> None:
-            with suppress(WorkerDied):
-                await peer.ask(op, None, *args)
-
-        await all_of(ask(one.peer) for one in self._handles if one.peer is not None)
+    def tell(self, op: str, *args: Any) -> None:
+        """Sends a message to all fronts that are up, in order. Others get the present state when they start."""
 
     def later(self, work: Awaitable[Any]) -> None:
         """Does some work in the background. Its failure is logged."""
-        task = asyncio.ensure_future(work)
-        self._sending.add(task)
-        task.add_done_callback(self._sent)
 
     async def batch(self, run: str, batch_id: int) -> tuple[dict[str, TrainingBatch], dict[str, float]]:
         """Returns forests and metrics of a batch, built by the front with the least load."""
-        front = min(self._handles, key=lambda one: (one.is_silent, one.load)).index
-        found: tuple[dict[str, TrainingBatch], dict[str, float]] = await self.ask(front, "batch", run, batch_id)
-        return found
-
-    def _send(self, peer: Peer, op: str, *args: Any) -> None:
-        async def send() -> None:
-            with suppress(WorkerDied):
-                await peer.ask(op, None, *args)
-
-        self.later(send())
-
-    def _sent(self, task: asyncio.Task[Any]) -> None:
-        self._sending.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("a message to or from a front failed: %s", error, exc_info=error)
-
-    def _replicas_changed(self, policy: PolicyId) -> None:
-        """Sends the fronts the replicas of a policy, after further changes of the same moment."""
-        if policy not in self._changed:
-            self._changed.add(policy)
-            asyncio.get_running_loop().call_later(SETTLE_SECONDS, self._tell_replicas, policy)
-
-    def _tell_replicas(self, policy: PolicyId) -> None:
-        self._changed.discard(policy)
-        self.tell("replicas", self._compute.replicas(policy))
-
-    # ---- one front --------------------------------------------------------------------------------------------------
-
-    async def _live(self, handle: FrontHandle) -> None:
-        """Keeps a front alive. Boundary: a failure ends one process."""
-        delay = 0.0
-        while True:
-            reported = handle.reported
-            try:
-                await self._serve(handle)
-            except Exception as error:
-                is_known = isinstance(error, AgentJetError | OSError | TimeoutError)
-                text = str(error) or type(error).__name__
-                log.warning("front %d: %s; it is replaced", handle.index, text, exc_info=None if is_known else error)
-            finally:
-                handle.ready.clear()
-                peer, handle.peer = handle.peer, None
-                if peer is not None:
-                    await peer.stop()
-                self._compute.front_gone(handle.index)
-                for run in self.runs.values():
-                    run.gone(handle.index)
-            delay = 0.0 if handle.reported != reported else min(MAX_DELAY, max(0.25, 2 * delay))
-            await asyncio.sleep(delay)
-
-    async def _serve(self, handle: FrontHandle) -> None:
-        """Starts a process and reads its reports until it ends or hangs. Raises `WorkerDied`, or `TimeoutError`."""
-        assert self._supervisor is not None
-        name = f"front-{handle.index}"
-        number = handle.listener.fileno()
-        path = self._config.server.data_dir.resolve() / "logs" / f"{name}.log"
-        launch = Launch(name, COMMAND, path, {SOCKET: str(number)}, sockets=[number])
-        handle.starts += 1
-        peer = await self._supervisor.start(launch)
-        handle.peer = peer
-        offset = self._clock() - time.monotonic()
-        settings = FrontSettings(handle.index, self.addresses, without_job(self._config), offset)
-        async with asyncio.timeout(HUNG_SECONDS * 3):
-            await peer.ask("begin", None, settings)
-            for run in list(self.runs.values()):  # Runs and policies come and go meanwhile: all fronts are told.
-                if run in self.runs.values():
-                    await peer.ask("open", None, *run.opening())
-            for policy in list(self._compute.policies):
-                await peer.ask("replicas", None, self._compute.replicas(policy))
-            await peer.ask("listen", None)
-        handle.reported = time.monotonic()
-        handle.ready.set()
-        reading = asyncio.create_task(self._read_reports(handle, peer))
-        hang = asyncio.create_task(Watchdog(HUNG_SECONDS).hang(lambda: peer.num_messages, lambda: bool(peer.pending)))
-        try:
-            await first_of(reading, hang)
-            if not reading.done():
-                raise WorkerDied(f"{name} sent nothing for {HUNG_SECONDS:g} s")
-            reading.result()
-        finally:
-            reading.cancel()
-            hang.cancel()
-            await asyncio.gather(reading, hang, return_exceptions=True)
-
-    async def _read_reports(self, handle: FrontHandle, peer: Peer) -> None:
-        """Raises `WorkerDied` when the process ends."""
-        used = 0.0
-        while True:
-            report: FrontReport = await peer.ask("report", None, self._compute.others(handle.index))
-            now = time.monotonic()
-            elapsed = max(1e-3, now - handle.reported)
-            handle.load, handle.lag = max(0.0, report.cpu_seconds - used) / elapsed, report.lag
-            handle.reported, used = now, report.cpu_seconds
-            handle.calls = sum(run.num_calls for run in report.runs.values())
-            self._compute.heard(handle.index, report.work)
-            for name, found in report.runs.items():
-                if name in self.runs:
-                    self.runs[name].heard(handle.index, found)
-            await asyncio.sleep(REPORT_SECONDS)
-
-    def _url(self, handle: FrontHandle) -> str:
-        host = handle.listener.getsockname()[0]
-        return f"{'https' if self._config.server.tls_cert else 'http'}://{f'[{host}]' if ':' in host else host}"
-
-    async def _keep_leases(self) -> None:
-        """Renews the leases of episodes whose front is silent: their agents may be active."""
-        while True:
-            await asyncio.sleep(REPORT_SECONDS)
-            silent = {handle.index for handle in self._handles if handle.is_silent}
-            for run in self.runs.values() if silent else ():
-                run.renew_leases(silent)
-
-
-# ---- the calls of a run ----------------------------------------------------------------------------------------------
+        ...
 
 
 class FrontGate(Gate):
@@ -459,7 +236,7 @@ class FrontedCalls:
     def heard(self, front: int, report: RunReport) -> None:
         """Records the activity of episodes that a front reports."""
         swarm, activity = self._swarm, report.activity
-        with suppress(Later):  # The journal has logged it; the next report of an episode has its counts again.
+        with suppress(Later), swarm.transaction():  # The journal has logged it; the end of an episode repeats them.
             for episode_id, counts in activity.counts.items():
                 if (known := swarm.episodes.get(episode_id)) is not None and known.status == "live":
                     swarm.account(episode_id, counts)

@@ -54,7 +54,7 @@ from agentjet.swarm import EpisodeRecord, Journal, SwarmState
 from agentjet.swarm.batches import check_rewards
 from agentjet.swarm.groups import AnsweredRollout, RolloutNeeded
 from agentjet.swarm.journal import Slice
-from agentjet.swarm.journal_file import JournalFile, segment_of, segments_of
+from agentjet.swarm.journal_file import create_segment, segments_of
 from agentjet.swarm.state import Host
 from agentjet.types import DEFAULT_RUN, JOURNAL
 
@@ -207,8 +207,7 @@ class Gateway:
         journal = Journal.open(self.folder / JOURNAL, models=models)
         try:
             for front in range(fronts):
-                if not (path := segment_of(journal.path, front)).exists():
-                    JournalFile.open(path).close()
+                create_segment(journal.path, front)
             journal.file.attach(segments_of(journal.path), live=True)
         except BaseException:
             journal.close()

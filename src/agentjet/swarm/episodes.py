@@ -38,10 +38,10 @@ from agentjet.swarm.batches import Answered, Batches, Committed, compose_demonst
 from agentjet.swarm.conversations import Conversations
 from agentjet.swarm.facts import turns_of
 from agentjet.swarm.groups import HAS_STEPS, REPLACED, STALLED, AnsweredRollout, GroupRules, Undecided
-from agentjet.swarm.journal import CallCounts, Journal
+from agentjet.swarm.journal import Journal
 from agentjet.swarm.origin import of_worker
 from agentjet.swarm.places import RETRY_SECONDS, Mixture, Places
-from agentjet.swarm.state import EpisodeRecord, Group, Host, JobSettings, Leases, Store, new_episode_id
+from agentjet.swarm.state import CallCounts, EpisodeRecord, Group, Host, JobSettings, Leases, Store, new_episode_id
 from agentjet.types import ModelInfo, wrong_reward_name
 
 

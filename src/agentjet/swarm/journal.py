@@ -34,11 +34,12 @@ from agentjet.protocol import EvaluationView, Event, newest_held_out
 from agentjet.protocol.records import EpisodeQuery
 from agentjet.recipes.rollout import TaskStats
 from agentjet.swarm import origin
-from agentjet.swarm.journal_file import JournalFile
+from agentjet.swarm.journal_file import JournalFile, segments_of
 from agentjet.swarm.origin import Origin, PolicyOrigin
 from agentjet.swarm.state import (
     NOT_NEEDED,
     Batch,
+    CallCounts,
     EpisodeRecord,
     Group,
     JobSettings,
@@ -119,20 +120,6 @@ class CallFacts(NamedTuple):
     @classmethod
     def of(cls, call: Call) -> Self:
         return cls(call.id, call.role, call.after, call.retry_of, call.untrained, len(call.completion))
-
-
-class CallCounts(NamedTuple):
-    """The counts of an episode that its calls change: see `EpisodeRecord`."""
-
-    num_calls: int
-    num_tokens: int
-    oldest_version: int | None
-    noted: Mapping[str, int]
-    refused: Mapping[str, int]
-
-    @classmethod
-    def of(cls, episode: EpisodeRecord) -> Self:
-        return cls(*(getattr(episode, name) for name in cls._fields))
 
 
 class Slice(NamedTuple):
@@ -257,6 +244,13 @@ class Journal:
     def open_read_only(cls, path: Path) -> Self:
         """See `JournalFile.open_read_only`."""
         return cls(JournalFile.open_read_only(path))
+
+    @classmethod
+    def open_live(cls, path: Path) -> Self:
+        """Open a journal that a server writes, to read it and the files of its fronts."""
+        file = JournalFile(path, database.connect(path, "mode=ro", any_thread=True))
+        file.attach(segments_of(path), live=True)
+        return cls(file)
 
     @contextmanager
     def reading(self) -> Iterator[Self]:
@@ -441,7 +435,7 @@ class Journal:
         query = " UNION ALL ".join(
             f"SELECT {', '.join(CallCounts._fields)} FROM {schema}.episodes WHERE id = :id" for schema in self._schemas
         )
-        rows = self.file.db.execute(query, {"id": episode_id}).fetchall()
+        rows = self.file.db.execute(query, {"id": episode_id})
         found = [CallCounts(row[0], row[1], row[2], json.loads(row[3]), json.loads(row[4])) for row in rows]
         return max(
             found, key=lambda one: (one.num_calls, sum(one.noted.values()), sum(one.refused.values())), default=None
@@ -581,7 +575,6 @@ class Journal:
 
     @property
     def _schemas(self) -> tuple[str, ...]:
-        """The files with calls."""
         return "main", *self.file.segments
 
     def routes(self, episode_id: str) -> dict[str, bytes]:

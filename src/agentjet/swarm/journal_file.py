@@ -387,6 +387,15 @@ def segment_of(journal: Path, front: int) -> Path:
     return journal.parent / SEGMENTS / f"front-{front}.sqlite"
 
 
+def create_segment(journal: Path, front: int) -> None:
+    """Create the file of a front if it is missing. Raises `ConfigError`."""
+    path = segment_of(journal, front)
+    try:
+        JournalFile.open_read_only(path).close()
+    except ConfigError:  # It is missing, or a killed server had begun it.
+        JournalFile.open(path).close()
+
+
 def _reading(path: Path) -> str:
     """The query of an address by which a file is only read, and nothing in its folder changes."""
     # Without a write-ahead log the file is complete. `immutable` keeps SQLite from creating a log beside it.

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 from agentjet.config import JobConfig, changed_settings
 from agentjet.errors import Conflict, Later
@@ -143,6 +143,20 @@ class EpisodeRecord:
     def is_settled(self) -> bool:
         """True once it is aborted, expired, trained or dropped, or finished in eval mode."""
         return self.outcome not in ("live", "waiting")
+
+
+class CallCounts(NamedTuple):
+    """The counts of an episode that its calls change: see `EpisodeRecord`."""
+
+    num_calls: int
+    num_tokens: int
+    oldest_version: int | None
+    noted: Mapping[str, int]
+    refused: Mapping[str, int]
+
+    @classmethod
+    def of(cls, episode: EpisodeRecord) -> Self:
+        return cls(*(getattr(episode, name) for name in cls._fields))
 
 
 def not_needed(reason: str) -> str:

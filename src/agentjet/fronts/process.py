@@ -1,4 +1,4 @@
-"""A front: a process that answers the model calls of its episodes. Started as `python -m agentjet.front`.
+"""A front: a process that answers the model calls of its episodes. Started as `python -m agentjet.fronts`.
 
 It connects to the server, answers its requests, and ends with the connection. Agents connect to the front itself, and
 the front connects to every replica. It reads episodes and job settings in the journals of the runs, and writes calls
@@ -12,32 +12,28 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import re
 import socket
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Coroutine, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from starlette.requests import HTTPConnection
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agentjet.compute.fleet import FrontWork, Others, RoutingFacts
 from agentjet.compute.remote import RemoteSamplers
 from agentjet.config import ServeConfig
-from agentjet.errors import ConfigError, Forbidden, Later
+from agentjet.errors import ConfigError
 from agentjet.front import inference
-from agentjet.front.calls import Calls
-from agentjet.front.concurrency import Gate, GroupCommit
 from agentjet.front.http import (
+    FrontPrefix,
     HttpServer,
     RequestLimits,
     RunMiddleware,
     RunScope,
     allowed_hosts,
-    error_response,
     key_of,
     new_app,
     refuse_foreign,
@@ -45,14 +41,14 @@ from agentjet.front.http import (
     uvicorn_config,
 )
 from agentjet.front.keys import Keys
-from agentjet.front.segment import Activity, Segment
+from agentjet.front.run import FrontPolicies, FrontRun, RunReport, RunState
+from agentjet.front.segment import Segment
 from agentjet.front.tracing import Tracing
 from agentjet.processes.rpc import Answer, Link, ProcessRequest, answering
-from agentjet.rendering import Renderer
-from agentjet.swarm.facts import build
-from agentjet.swarm.journal import CallCounts, Slice
+from agentjet.swarm.journal import Slice
+from agentjet.swarm.state import CallCounts
 from agentjet.timeline.batch import TrainingBatch
-from agentjet.types import DEFAULT_RUN, ModelInfo, PolicyId
+from agentjet.types import DEFAULT_RUN, PolicyId
 
 log = logging.getLogger(__name__)
 
@@ -60,8 +56,6 @@ SOCKET = "AGENTJET_FRONT_SOCKET"
 """Variable with the number of the open socket of the front's port."""
 OPEN_SECONDS = 20.0
 """Time for the file of a front to be released by a process that is being killed."""
-PREFIX = re.compile(r"/f(\d{1,3})(?=/|$)")
-"""Path of a front behind a proxy that does not remove it."""
 
 
 # ---- messages --------------------------------------------------------------------------------------------------------
@@ -81,32 +75,6 @@ class FrontSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class RunState:
-    """The facts that calls of a run depend on, besides its journal."""
-
-    names: tuple[str, ...]
-    model_name: str
-    is_open: bool
-    """True if calls may be sampled now."""
-    refusal: Later | None
-    """The refusal of calls, if the engine is stopped."""
-    models: Mapping[str, ModelInfo]
-    """Loaded models by policy. Empty until all policies were up once."""
-    job_revision: int
-
-
-@dataclass(frozen=True, slots=True)
-class RunReport:
-    """The activity of a run since the last report."""
-
-    activity: Activity
-    num_calls: int
-    """Calls whose answers are not delivered yet."""
-    busy_seconds: float
-    """Seconds since the start of the front in which a call was sampled."""
-
-
-@dataclass(frozen=True, slots=True)
 class FrontReport:
     """The work of a front since its last report."""
 
@@ -116,97 +84,6 @@ class FrontReport:
     """CPU time since its start."""
     lag: float
     """Longest time in seconds that the event loop was late since the last report."""
-
-
-# ---- a run -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(eq=False)
-class FrontPolicies:
-    """See `calls.Policies`."""
-
-    run: str
-    config: ServeConfig
-    compute: RemoteSamplers
-    names: tuple[str, ...] = ()
-    model_name: str = ""
-    renderers: dict[str, Renderer] = field(default_factory=dict)
-    num_starts: int = 0
-
-    def is_of_another_run(self, error: Exception) -> bool:
-        return False
-
-
-class FrontRun:
-    """A run of a front."""
-
-    def __init__(
-        self, segment: Segment, policies: FrontPolicies, keys: Keys, tracing: Tracing, clock: Callable[[], float]
-    ) -> None:
-        self.segment = segment
-        self.policies = policies
-        self.gate = Gate()
-        self.commits = GroupCommit(segment)
-        self.calls = Calls(policies, self.commits, self.gate, tracing, clock)
-        self.keys = keys
-        self._revision = -1
-        self._changing = asyncio.Lock()
-
-    async def change(self, state: RunState) -> None:
-        """Applies a state. Later states wait for it."""
-        async with self._changing:
-            if state.job_revision != self._revision:
-                await asyncio.to_thread(self.segment.read_job)
-                self._revision = state.job_revision
-            renderers: dict[str, Renderer] = {}
-            for name, model in state.models.items():
-                same = [one for one in (*renderers.values(), *self.policies.renderers.values()) if one.model == model]
-                renderers[name] = same[0] if same else await asyncio.to_thread(Renderer, model)
-            policies = self.policies
-            policies.names, policies.model_name, policies.renderers = state.names, state.model_name, renderers
-            if (refusal := state.refusal) is not None:
-                self.gate.shut(lambda: refusal)
-            elif state.is_open:
-                self.gate.open()
-            else:
-                self.gate.hold()
-
-    async def drained(self) -> None:
-        """Waits until no call is inside the gate."""
-        async with self._changing:
-            pass
-        await self.gate.drained()
-
-    async def finish(self, episode_id: str) -> CallCounts | None:
-        """Ends an episode here. Returns its counts when its calls are on disk; None for one that had ended.
-
-        Raises `Later` if the disk refuses the calls. Then the episode goes on.
-        """
-        if lost := self.calls.undelivered(episode_id):
-            self.segment.undelivered(episode_id, lost)
-        counts = self.segment.finish(episode_id)
-        self.calls.episode_ended(episode_id)
-        try:
-            await self.commits.durable()
-        except Later:
-            self.segment.resume(episode_id)
-            raise
-        return counts
-
-    def report(self) -> RunReport:
-        return RunReport(self.segment.report(), self.calls.num_active, self.gate.busy_seconds())
-
-    def batch(self, batch_id: int) -> tuple[dict[str, TrainingBatch], dict[str, float]]:
-        """See `facts.build`. Runs in a thread."""
-        with self.segment.reading_run() as journal:
-            batch = journal.stored_batch(batch_id)()
-            members = {episode_id: journal.known_episode(episode_id) for episode_id in batch.episode_ids}
-            return build(journal, batch, members, self.policies.names)
-
-    async def close(self) -> None:
-        await self.calls.close()
-        await self.commits.close()
-        self.segment.close()
 
 
 # ---- the process -----------------------------------------------------------------------------------------------------
@@ -345,37 +222,6 @@ class Front:
 
     def _refuse_foreign(self, key: str) -> None:
         refuse_foreign(key, [run.keys for run in self._runs.values()])
-
-
-class FrontPrefix:
-    """Middleware that removes `/f{front}` from a path, where a proxy did not, and refuses paths of other fronts."""
-
-    def __init__(self, app: ASGIApp, front: int | None, addresses: Sequence[str]) -> None:
-        """`front` is None in the server, which refuses the paths of all fronts; `addresses` are the fronts' URLs."""
-        self._app = app
-        self._front = front
-        self._addresses = addresses
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        found = PREFIX.match(scope["path"]) if scope["type"] == "http" else None
-        if found is None:
-            await self._app(scope, receive, send)
-            return
-        path, front = scope["path"][found.end() :] or "/", int(found[1])
-        if front == self._front:
-            raw = scope["raw_path"].removeprefix(found[0].encode()) or b"/"
-            await self._app({**scope, "path": path, "raw_path": raw}, receive, send)
-            return
-        addresses = self._addresses
-        if front < len(addresses):
-            here = "the server" if self._front is None else f"front {self._front}"
-            message = f"This is {here}, and the path is one of front {front}: {addresses[front]}."
-        else:
-            message = f"There is no front {front} any more: the server has {len(addresses)} (server.fronts)."
-        message += (
-            " The URL of an episode is the base_url of its begin; check the proxy's rules for /f0/, /f1/ and so on."
-        )
-        await error_response(path, Forbidden(message, code="other_front"))(scope, receive, send)
 
 
 async def serve() -> None:

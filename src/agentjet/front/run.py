@@ -1,0 +1,135 @@
+"""`FrontRun`: a run of a front, and what server and front tell each other about it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from agentjet.compute.protocol import Sampler
+from agentjet.config import ServeConfig
+from agentjet.errors import Later
+from agentjet.front.calls import Calls
+from agentjet.front.concurrency import Gate, GroupCommit
+from agentjet.front.keys import Keys
+from agentjet.front.segment import Activity, Segment
+from agentjet.front.tracing import Tracing
+from agentjet.rendering import Renderer
+from agentjet.swarm.facts import build
+from agentjet.swarm.state import CallCounts
+from agentjet.timeline.batch import TrainingBatch
+from agentjet.types import ModelInfo
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """The facts that calls of a run depend on, besides its journal."""
+
+    names: tuple[str, ...]
+    model_name: str
+    is_open: bool
+    """True if calls may be sampled now."""
+    refusal: Later | None
+    """The refusal of calls, if the engine is stopped."""
+    models: Mapping[str, ModelInfo]
+    """Loaded models by policy. Empty until all policies were up once."""
+    job_revision: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunReport:
+    """The activity of a run since the last report."""
+
+    activity: Activity
+    num_calls: int
+    """Calls whose answers are not delivered yet."""
+    busy_seconds: float
+    """Seconds since the start of the front in which a call was sampled."""
+
+
+@dataclass(eq=False)
+class FrontPolicies:
+    """See `calls.Policies`."""
+
+    run: str
+    config: ServeConfig
+    compute: Sampler
+    names: tuple[str, ...] = ()
+    model_name: str = ""
+    renderers: dict[str, Renderer] = field(default_factory=dict)
+    num_starts: int = 0
+
+    def is_of_another_run(self, error: Exception) -> bool:
+        return False
+
+
+class FrontRun:
+    """A run of a front."""
+
+    def __init__(
+        self, segment: Segment, policies: FrontPolicies, keys: Keys, tracing: Tracing, clock: Callable[[], float]
+    ) -> None:
+        self.segment = segment
+        self.policies = policies
+        self.gate = Gate()
+        self.commits = GroupCommit(segment)
+        self.calls = Calls(policies, self.commits, self.gate, tracing, clock)
+        self.keys = keys
+        self._revision = -1
+        self._changing = asyncio.Lock()
+
+    async def change(self, state: RunState) -> None:
+        """Applies a state. Later states wait for it."""
+        async with self._changing:
+            if state.job_revision != self._revision:
+                await asyncio.to_thread(self.segment.read_job)
+                self._revision = state.job_revision
+            renderers: dict[str, Renderer] = {}
+            for name, model in state.models.items():
+                same = [one for one in (*renderers.values(), *self.policies.renderers.values()) if one.model == model]
+                renderers[name] = same[0] if same else await asyncio.to_thread(Renderer, model)
+            policies = self.policies
+            policies.names, policies.model_name, policies.renderers = state.names, state.model_name, renderers
+            if (refusal := state.refusal) is not None:
+                self.gate.shut(lambda: refusal)
+            elif state.is_open:
+                self.gate.open()
+            else:
+                self.gate.hold()
+
+    async def drained(self) -> None:
+        """Waits until no call is inside the gate."""
+        async with self._changing:
+            pass
+        await self.gate.drained()
+
+    async def finish(self, episode_id: str) -> CallCounts | None:
+        """Ends an episode here. Returns its counts when its calls are on disk; None for one that had ended.
+
+        Raises `Later` if the disk refuses the calls. Then the episode goes on.
+        """
+        if lost := self.calls.undelivered(episode_id):
+            self.segment.undelivered(episode_id, lost)
+        counts = self.segment.finish(episode_id)
+        self.calls.episode_ended(episode_id)
+        try:
+            await self.commits.durable()
+        except Later:
+            self.segment.resume(episode_id)
+            raise
+        return counts
+
+    def report(self) -> RunReport:
+        return RunReport(self.segment.report(), self.calls.num_active, self.gate.busy_seconds())
+
+    def batch(self, batch_id: int) -> tuple[dict[str, TrainingBatch], dict[str, float]]:
+        """See `facts.build`. Runs in a thread."""
+        with self.segment.reading_run() as journal:
+            batch = journal.stored_batch(batch_id)()
+            members = {episode_id: journal.known_episode(episode_id) for episode_id in batch.episode_ids}
+            return build(journal, batch, members, self.policies.names)
+
+    async def close(self) -> None:
+        await self.calls.close()
+        await self.commits.close()
+        self.segment.close()

@@ -1,0 +1,1 @@
+"""The processes that answer model calls instead of the server: `supervision` keeps them, `process` is one of them."""
