@@ -14,6 +14,7 @@ import json
 import os
 import re
 import signal
+import ssl
 import subprocess
 import threading
 import time
@@ -103,7 +104,7 @@ def pid_at(url: str) -> int:
 def test_fronts(world: tuple[Path, Path, Path]) -> None:
     with serving(world) as server:
         server.until(lambda: [one["ready"] for one in server.get("/status")["fronts"]] == [True] * FRONTS)
-        spoken, live = every_dialect(server), server.begin()
+        spoken, live = every_dialect(server), server.begin(mode="eval")  # Others become stale.
         assert request(live["base_url"], live["api_key"]).status_code == 200
         wrong_addresses(server, live)
         another_run(server)
@@ -201,7 +202,7 @@ def test_behind_nginx(world: tuple[Path, Path, Path], tmp_path: Path) -> None:
     url = f"https://127.0.0.1:{public}"
     settings = {"server__front_url": f"{url}/f{{front}}", "server__port": port}
     with serving(world, **settings) as server, nginx(tmp_path, public, port, cert, key):
-        with httpx.Client(verify=str(cert), timeout=PATIENCE) as http:
+        with httpx.Client(verify=ssl.create_default_context(cafile=cert), timeout=PATIENCE) as http:
             server.until(lambda: answers(http, f"{url}/healthz"))
             episode = server.begin(mode="eval")
             assert re.fullmatch(rf"{url}/f\d/v1", episode["base_url"])
@@ -211,7 +212,7 @@ def test_behind_nginx(world: tuple[Path, Path, Path], tmp_path: Path) -> None:
             with http.stream("POST", f"{episode['base_url']}/chat/completions", json=body) as answer:
                 assert answer.status_code == 200
                 arrived = [time.monotonic() for _ in answer.iter_raw()]
-            assert len(arrived) > 2, "the answer arrives piece by piece"
+            assert len(arrived) > 1, "the answer arrives in pieces"
             for other, said in (((front + 1) % FRONTS, f"belongs to front {front}"), (7, "There is no front 7")):
                 wrong = http.post(f"{url}/f{other}/v1/chat/completions", json=body)
                 assert wrong.status_code == 403 and said in wrong.text
