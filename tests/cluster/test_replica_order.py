@@ -149,7 +149,7 @@ class Scene:
         self.ask("load", ModelConfig(), INFO, SamplerConfig(), ComputeConfig())
         self.engine.may_score.set()
         self.ask("adopt", self.publication(0))
-        self.address: str = (await self.link.until(2))[0].result
+        self.address, _ = (await self.link.until(2))[0].result
         self.link.sent.clear()
         self.engine.may_score.clear()
         return self

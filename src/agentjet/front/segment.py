@@ -147,6 +147,7 @@ class Segment(Conversations):
         self.restores.append(lambda: self.episodes.__setitem__(episode.id, before))
         self.episodes[episode.id] = episode
         self.journal.put_episode(episode)
+        self._heard[episode.id] = True
         self._counted.add(episode.id)
 
     def next_call_number(self) -> int:
