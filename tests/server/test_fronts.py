@@ -1,4 +1,4 @@
-"""`Fronts`: the addresses that agents get. `tests/e2e/test_fronts.py` has the processes."""
+"""`FrontProcesses`: the addresses that agents get. `tests/e2e/test_fronts.py` has the processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from agentjet.compute.backend import ProcessCompute
 from agentjet.config import ServeConfig
 from agentjet.front.http import listen
-from agentjet.fronts.supervision import FrontProcesses as Fronts
+from agentjet.fronts.supervision import FrontProcesses
 
 
 @pytest.mark.parametrize(
@@ -32,5 +32,5 @@ def test_addresses(front_url: str, asked: str, address: str) -> None:
     settings = {"server": {"fronts": 2, "front_url": front_url}, "compute": {"backend": "cluster"}}
     config, compute = ServeConfig.model_validate(settings), cast(ProcessCompute, SimpleNamespace())
     with closing(listen("127.0.0.1", 0)) as first, closing(listen("127.0.0.1", 0)) as second:
-        fronts = Fronts(config, compute, [first, second], time.time)
+        fronts = FrontProcesses(config, compute, [first, second], time.time)
         assert fronts.address(1, asked) == address.replace("{port}", str(second.getsockname()[1]))

@@ -220,7 +220,7 @@ class PagedPlan:
     def fill(self, spans: Spans, rules: ChoiceRules | None = None, source: NDArray[np.int64] | None = None) -> None:
         """Take the next tokens of these rows, and blocks for them. With single tokens, `rules` are those of the rows.
 
-        Row i gets the token that row `source[i]` of the step before has chosen, which only the device knows.
+        Row i gets the token that row `source[i]` of the step before has chosen, which is only on the device.
         The other tokens of the plan are padding in the cache's spare block.
         """
         self._hosts.reverse()  # The tables of the step before may still be copied.

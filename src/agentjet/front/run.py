@@ -23,7 +23,7 @@ from agentjet.types import ModelInfo
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """What calls of a run depend on, besides its journal."""
+    """The facts that calls of a run depend on, besides its journal."""
 
     names: tuple[str, ...]
     model_name: str

@@ -174,7 +174,7 @@ class FrontProcesses:
             log.error("a message to or from a front failed: %s", error, exc_info=error)
 
     def _replicas_changed(self, policy: PolicyId) -> None:
-        """Tells the fronts about the replicas of a policy, after further changes of the same moment."""
+        """Sends the fronts the replicas of a policy, after further changes of the same moment."""
         if policy not in self._changed:
             self._changed.add(policy)
             asyncio.get_running_loop().call_later(SETTLE_SECONDS, self._tell_replicas, policy)
@@ -262,7 +262,7 @@ class FrontProcesses:
         return f"{'https' if self._config.server.tls_cert else 'http'}://{f'[{host}]' if ':' in host else host}"
 
     async def _keep_leases(self) -> None:
-        """Renews the leases of episodes whose front is silent: that is no silence of their agents."""
+        """Renews the leases of episodes whose front is silent: their agents may be active."""
         while True:
             await asyncio.sleep(REPORT_SECONDS)
             silent = {handle.index for handle in self._handles if handle.is_silent}
