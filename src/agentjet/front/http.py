@@ -495,41 +495,6 @@ def _host(given: str) -> str:
     return found[1].strip("[]") if found else ""
 
 
-PREFIX = re.compile(r"/f(\d{1,3})(?=/|$)")
-"""Path of a front behind a proxy that does not remove it."""
-
-
-class FrontPrefix:
-    """Middleware that removes `/f{front}` from a path, where a proxy did not, and refuses paths of other fronts."""
-
-    def __init__(self, app: ASGIApp, front: int | None, addresses: Sequence[str]) -> None:
-        """`front` is None in the server, which refuses the paths of all fronts; `addresses` are the fronts' URLs."""
-        self._app = app
-        self._front = front
-        self._addresses = addresses
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        found = PREFIX.match(scope["path"]) if scope["type"] == "http" else None
-        if found is None:
-            await self._app(scope, receive, send)
-            return
-        path, front = scope["path"][found.end() :] or "/", int(found[1])
-        if front == self._front:
-            raw = scope["raw_path"].removeprefix(found[0].encode()) or b"/"
-            await self._app({**scope, "path": path, "raw_path": raw}, receive, send)
-            return
-        addresses = self._addresses
-        if front < len(addresses):
-            here = "the server" if self._front is None else f"front {self._front}"
-            message = f"This is {here}, and the path is one of front {front}: {addresses[front]}."
-        else:
-            message = f"There is no front {front} any more: the server has {len(addresses)} (server.fronts)."
-        message += (
-            " The URL of an episode is the base_url of its begin; check the proxy's rules for /f0/, /f1/ and so on."
-        )
-        await error_response(path, Forbidden(message, code="other_front"))(scope, receive, send)
-
-
 # ---- guards and bodies -----------------------------------------------------------------------------------------------
 
 
