@@ -12,7 +12,7 @@ from agentjet.errors import Later
 from agentjet.front.calls import Calls
 from agentjet.front.concurrency import Gate, GroupCommit
 from agentjet.front.keys import Keys
-from agentjet.front.segment import Activity, Segment
+from agentjet.front.segment import EpisodeActivity, Segment
 from agentjet.front.tracing import Tracing
 from agentjet.rendering import Renderer
 from agentjet.swarm.facts import build
@@ -40,7 +40,7 @@ class RunState:
 class RunReport:
     """The activity of a run since the last report."""
 
-    activity: Activity
+    activity: EpisodeActivity
     num_calls: int
     """Calls whose answers are not delivered yet."""
     busy_seconds: float
@@ -124,7 +124,7 @@ class FrontRun:
 
     def batch(self, batch_id: int) -> tuple[dict[str, TrainingBatch], dict[str, float]]:
         """See `facts.build`. Runs in a thread."""
-        with self.segment.reading_run() as journal:
+        with self.segment.run.reading() as journal:
             batch = journal.stored_batch(batch_id)()
             members = {episode_id: journal.known_episode(episode_id) for episode_id in batch.episode_ids}
             return build(journal, batch, members, self.policies.names)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -42,7 +42,7 @@ def _front_of(key: str, fronts: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Activity:
+class EpisodeActivity:
     """The activity of live episodes since the last report of a front."""
 
     heard: dict[str, bool] = field(default_factory=dict)
@@ -74,7 +74,8 @@ class Segment(Conversations):
         file.attach([path, *(other for other in segments_of(path) if other != own)], live=True)
         super().__init__(Journal(file))
         # In a transaction, the connection above would not see episodes that began since.
-        self._run = Journal.open_live(path)
+        self.run = Journal.open_live(path)
+        """The journal of the run with the calls of all fronts."""
         self._front, self._fronts, self._address = front, fronts, address
         self._clock = clock
         self.leases = Leases(clock, lambda: 0.0)
@@ -93,18 +94,14 @@ class Segment(Conversations):
 
     def read_job(self) -> None:
         """Reads the settings in force. May run in another thread: it may import a plug-in."""
-        with self.reading_run() as journal:
+        with self.run.reading() as journal:
             settings = journal.job_settings()
         if settings is not None:
             self._job = settings.job
 
-    def reading_run(self) -> AbstractContextManager[Journal]:
-        """The journal of the run with the calls of all fronts, for another thread."""
-        return self._run.reading()
-
     def close(self) -> None:
         """Idempotent."""
-        self._run.close()
+        self.run.close()
         self.journal.close()
 
     # ---- episodes ---------------------------------------------------------------------------------------------------
@@ -113,7 +110,7 @@ class Segment(Conversations):
         """An episode, live or not. Raises `NotFound`, and `Forbidden` (`other_front`) for one of another front."""
         if (known := self.episodes.get(episode_id)) is not None:
             return known
-        found = self._run.known_episode(episode_id)
+        found = self.run.known_episode(episode_id)
         if (front := front_of(found, self._fronts)) != self._front:
             raise other_front(episode_id, front, self._address(front))
         if found.status != "live":
@@ -183,12 +180,12 @@ class Segment(Conversations):
         with self.transaction():
             self.journal.delete(rows.of_own_file())
 
-    def report(self) -> Activity:
+    def report(self) -> EpisodeActivity:
         """Returns what happened since the last report."""
         heard, self._heard = self._heard, {}
         counted, self._counted = self._counted, set()
         counts = {name: CallCounts.of(self.episodes[name]) for name in counted if name in self.episodes}
-        return Activity(heard, self.leases.calling_now(), counts)
+        return EpisodeActivity(heard, self.leases.calling_now(), counts)
 
 
 def other_front(episode_id: str, front: int, url: str) -> Forbidden:

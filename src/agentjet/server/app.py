@@ -83,7 +83,7 @@ def create_app(runs: Runs, keys: Keys) -> FastAPI:
         app.routes.extend(each.routes)
     app.add_middleware(RunMiddleware, enter=served.enter, allowed=allowed_hosts(runs.default.config.server))
     if (fronted := runs.default.fronted) is not None:  # A proxy may lack the rules for fronts.
-        app.add_middleware(FrontPrefix, front=None, addresses=fronted.addresses)
+        app.add_middleware(FrontPrefix, front=None, addresses=fronted.fronts.addresses)
     return app
 
 

@@ -110,7 +110,7 @@ class FrontedCalls:
         self, fronts: Fronts, policies: RunPolicies, swarm: SwarmState, gate: Gate, clock: Callable[[], float]
     ) -> None:
         self.began = clock()
-        self._fronts = fronts
+        self.fronts = fronts
         self._policies = policies
         self._swarm = swarm
         self._gate = gate
@@ -127,21 +127,13 @@ class FrontedCalls:
         """Calls whose answers are not delivered yet."""
         return sum(self._num_calls.values())
 
-    def fronts(self) -> list[FrontView]:
-        return self._fronts.views()
-
-    @property
-    def addresses(self) -> tuple[str, ...]:
-        """The base URLs of the fronts."""
-        return self._fronts.addresses
-
     def busy_seconds(self) -> float:
         """Returns the seconds in which the busiest front sampled a call."""
         return max((sum(parts) for parts in self._busy.values()), default=0.0)
 
     def open(self) -> None:
         """Opens the run on all fronts."""
-        self._fronts.runs[self._policies.run] = self
+        self.fronts.runs[self._policies.run] = self
         self.push()
 
     def opening(self) -> tuple[str, ServeConfig, RunState]:
@@ -155,31 +147,31 @@ class FrontedCalls:
 
     def push(self) -> None:
         """Sends the present state to the fronts."""
-        if self._policies.run in self._fronts.runs:
-            self._fronts.tell("open", *self.opening())
+        if self._policies.run in self.fronts.runs:
+            self.fronts.tell("open", *self.opening())
 
     async def drained(self) -> None:
         """Waits until no call is inside the gate on any front."""
-        if self._policies.run in self._fronts.runs:
-            await self._fronts.ask_all("drained", self._policies.run)
+        if self._policies.run in self.fronts.runs:
+            await self.fronts.ask_all("drained", self._policies.run)
 
     async def close(self) -> None:
         """Ends all answers. Recorded calls whose answers were not taken are undelivered."""
-        if self._fronts.runs.pop(self._policies.run, None) is not None:
+        if self.fronts.runs.pop(self._policies.run, None) is not None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(CLOSE_SECONDS):
-                    await self._fronts.ask_all("close", self._policies.run)
+                    await self.fronts.ask_all("close", self._policies.run)
         for front in list(self._calling):
             self.gone(front)
 
     # ---- episodes ---------------------------------------------------------------------------------------------------
 
     def front(self, episode: EpisodeRecord) -> int:
-        return front_of(episode, len(self._fronts))
+        return front_of(episode, len(self.fronts))
 
     def address(self, episode: EpisodeRecord, url: str) -> str:
         """Returns the base URL of the front of an episode. `url` is a URL of this server."""
-        return self._fronts.address(self.front(episode), url)
+        return self.fronts.address(self.front(episode), url)
 
     @asynccontextmanager
     async def ending(self, episode_id: str) -> AsyncIterator[None]:
@@ -197,7 +189,7 @@ class FrontedCalls:
             yield
         except BaseException:
             self._finished.discard(episode_id)
-            self._fronts.later(self._fronts.ask(self.front(episode), "resume", self._policies.run, episode_id))
+            self.fronts.later(self.fronts.ask(self.front(episode), "resume", self._policies.run, episode_id))
             raise
 
     def episode_ended(self, episode_id: str) -> None:
@@ -205,14 +197,14 @@ class FrontedCalls:
         if episode_id in self._finished:
             self._finished.discard(episode_id)
         else:
-            self._fronts.later(self._finish_ended(self._swarm.episode(episode_id)))
+            self.fronts.later(self._finish_ended(self._swarm.episode(episode_id)))
 
     def undelivered(self, episode_id: str) -> list[str]:
         """Returns nothing: the front of an episode marks them at its end."""
         return []
 
     async def _finish(self, episode: EpisodeRecord) -> None:
-        counts = await self._fronts.ask(self.front(episode), "finish", self._policies.run, episode.id)
+        counts = await self.fronts.ask(self.front(episode), "finish", self._policies.run, episode.id)
         if counts is not None:
             self._swarm.account(episode.id, counts)
 
@@ -223,13 +215,13 @@ class FrontedCalls:
     async def prune(self, rows: Slice) -> bool:
         """Deletes rows of a front's file. Returns False if the server has no such front any more."""
         front = int(self._swarm.file.segments[rows.schema].stem.rpartition("-")[2])
-        if front >= len(self._fronts):
+        if front >= len(self.fronts):
             return False
-        await self._fronts.ask(front, "prune", self._policies.run, rows)
+        await self.fronts.ask(front, "prune", self._policies.run, rows)
         return True
 
     async def training_batches(self, batch_id: int) -> tuple[dict[str, TrainingBatch], dict[str, float]]:
-        return await self._fronts.batch(self._policies.run, batch_id)
+        return await self.fronts.batch(self._policies.run, batch_id)
 
     # ---- reports ----------------------------------------------------------------------------------------------------
 

@@ -459,7 +459,7 @@ class Gateway:
             model_weights=self.hosted.common("weights"),
             machine=self.hosted.common("machine"),
             calls_active=self.calls.num_active,
-            fronts=[] if self.fronted is None else self.fronted.fronts(),
+            fronts=[] if self.fronted is None else self.fronted.fronts.views(),
             clients={client: max(0.0, now - seen) for client, seen in self.queries.leases.clients.items()},
             workers_started=self.hosted.num_starts,
             workers_hung=self.engine.num_hung,
