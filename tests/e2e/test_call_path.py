@@ -37,7 +37,7 @@ from tests.tiny import make_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-CALL_FILES = 21
+CALL_FILES = 23
 CALL_TYPES = 7
 ROOT = Path(agentjet.__file__).parent
 VOCABULARY = ("protocol", "types.py", "errors.py", "config")

@@ -359,7 +359,7 @@ class RunScope:
     calls: Calls | None = None
     """None for a run that answers no calls here: fronts do, or it is one of `agentjet look`."""
     job: Callable[[], JobConfig] | None = None
-    """Returns the settings of the job in force; None for a run without live episodes."""
+    """Returns the settings of the job in force, for a run whose calls fronts answer."""
     refuse_foreign: Callable[[str], None] = lambda token: None
     """Raises `Forbidden` if another run has this token or key."""
 
@@ -367,6 +367,8 @@ class RunScope:
         """Returns the seconds that an episode key is valid from the start of its episode. A changed job applies to keys
         issued before.
         """
+        if self.calls is not None:
+            return self.calls.episodes.job.max_episode_seconds
         return 0.0 if self.job is None else self.job().max_episode_seconds
 
 

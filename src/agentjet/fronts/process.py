@@ -209,7 +209,7 @@ class Front:
     def _scope(self, name: str) -> RunScope:
         run = self._runs[name]
         limits = RequestLimits.of(self.settings.config.server)
-        return RunScope(name, run.keys, limits, run.calls, lambda: run.segment.job, self._refuse_foreign)
+        return RunScope(name, run.keys, limits, run.calls, refuse_foreign=self._refuse_foreign)
 
     def _enter(self, name: str, request: HTTPConnection) -> RunScope:
         """See `RunMiddleware`. The answer to a stranger does not depend on the run."""

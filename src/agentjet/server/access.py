@@ -107,7 +107,7 @@ class ServedRuns:
             keys=keys,
             limits=self._limits,
             calls=gateway.calls if isinstance(gateway.calls, Calls) else None,
-            job=lambda: gateway.swarm.job,
+            job=None if gateway.fronted is None else lambda: gateway.swarm.job,
             open_reader=lambda: gateway.reader,
             shared=gateway.shared,
             refuse_foreign=self.refuse_foreign,
