@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractContextManager, asynccontextmanager, suppress
+from contextlib import AbstractContextManager, asynccontextmanager, closing, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -267,8 +267,5 @@ def without_job(config: ServeConfig) -> ServeConfig:
 
 def prune_file(path: Path, rows: Slice) -> None:
     """Deletes rows of the file of a front that is gone. Raises `ConfigError` if another process has it open."""
-    journal = Journal.open(path)
-    try:
+    with closing(Journal.open(path)) as journal, journal.file.transaction():
         journal.delete(rows.of_own_file())
-    finally:
-        journal.close()

@@ -260,8 +260,7 @@ class SwarmState(Store, Conversations):
         Raises `Conflict`: `episode_expired`, `episode_aborted`, or `episode_finished` when it ended with another
         reward.
         """
-        if self.policies and (wrong := wrong_reward_name(request.by_role, self.policies)):
-            raise Unprocessable(wrong[1], code="invalid_reward", param=wrong[0])
+        self._check_roles(request)
         scope = f"finish/{episode_id}"
         if self.recall(scope, idempotency_key, request) is not None:
             return self.episode(episode_id)
@@ -372,10 +371,13 @@ class SwarmState(Store, Conversations):
                 self.journal.put_episode(episode)
 
     def check_finish(self, episode_id: str, request: FinishRequest) -> None:
-        """Raises the errors that `finish` raises for the rewards of a live episode."""
+        """Raises the errors that `finish` raises for names of rewards: its front need not end the episode for them."""
+        self._check_roles(request)
+        call_rewards(self.journal, episode_id, request)
+
+    def _check_roles(self, request: FinishRequest) -> None:
         if self.policies and (wrong := wrong_reward_name(request.by_role, self.policies)):
             raise Unprocessable(wrong[1], code="invalid_reward", param=wrong[0])
-        call_rewards(self.journal, episode_id, request)
 
     # ---- time ----------------------------------------------------------------------------------------------
 
