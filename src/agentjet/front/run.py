@@ -34,6 +34,8 @@ class RunState:
     models: Mapping[str, ModelInfo]
     """Loaded models by policy. Empty until all policies were up once."""
     job_revision: int
+    num_starts: int = 0
+    """Number of the present workers, by which a call that crashes several is given up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,7 @@ class FrontRun:
                 renderers[name] = same[0] if same else await asyncio.to_thread(Renderer, model)
             policies = self.policies
             policies.names, policies.model_name, policies.renderers = state.names, state.model_name, renderers
+            policies.num_starts = state.num_starts
             if (refusal := state.refusal) is not None:
                 self.gate.shut(lambda: refusal)
             elif state.is_open:

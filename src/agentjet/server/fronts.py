@@ -141,7 +141,13 @@ class FrontedCalls:
         policies, gate = self._policies, self._gate
         models = {name: renderer.model for name, renderer in policies.renderers.items()}
         state = RunState(
-            policies.names, policies.model_name, gate.is_open, gate.refusal(), models, self._swarm.job_revision
+            policies.names,
+            policies.model_name,
+            gate.is_open,
+            gate.refusal(),
+            models,
+            self._swarm.job_revision,
+            policies.num_starts,
         )
         return policies.run, without_job(policies.config), state
 
