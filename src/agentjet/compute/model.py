@@ -54,6 +54,7 @@ from agentjet.compute.policy import (
     KeySizes,
     Policy,
     cached_folder,
+    distance,
     find_logit_transform,
     first_line,
     load_pretrained,
@@ -493,7 +494,7 @@ def _by_trial(policy: Policy, kinds: list[AttentionKind], num_recurrent: int) ->
         # Rounding in bfloat16 would change the choice of experts, and a logit by far more than the tolerance.
         with routes.routing(None if chosen is None else routes.RoutePass(chosen[branch])):
             logits = cast(Any, policy.model)(input_ids=on_device(row)[None], use_cache=False).logits[0].float()
-        difference = float((ours[branch] - logits.log_softmax(-1)).abs().max())
+        difference = distance(ours[branch], logits.log_softmax(-1))
         if not difference <= tolerance(policy.dtype, logits):
             reason = f"its attention differs from plain attention by {difference:.3f} in log-probability"
             return reason, reason
@@ -539,7 +540,7 @@ def _stepwise_obstacle(policy: Policy, rows: Sequence[np.ndarray], slots: StateS
             ids = torch.from_numpy(row).long().to(policy.device)[None]
             with routes.routing(choices):
                 logits = cast(Any, policy.model)(input_ids=ids, use_cache=False).logits[0].float()
-            difference = float((policy.head(hidden).float().log_softmax(-1) - logits.log_softmax(-1)).abs().max())
+            difference = distance(policy.head(hidden).float().log_softmax(-1), logits.log_softmax(-1))
             if not difference <= tolerance(policy.dtype, logits):
                 with _recorded_layers(policy) as theirs, routes.routing(choices):
                     cast(Any, policy.decoder)(input_ids=ids, use_cache=False)
@@ -555,7 +556,7 @@ def _stepwise_obstacle(policy: Policy, rows: Sequence[np.ndarray], slots: StateS
 def _first_difference(policy: Policy, ours: list[list[Tensor]], theirs: list[list[Tensor]]) -> str:
     for layer, (found, expected) in enumerate(zip(ours, theirs, strict=True)):
         whole = torch.cat(expected)
-        difference = float((torch.cat(found) - whole).abs().max())
+        difference = distance(torch.cat(found), whole)
         if not difference <= tolerance(policy.dtype, whole):
             return f"; layer {layer} is the first that differs, by {difference:.3f}"
     return ""

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from agentjet.compute.policy import PROBE_TOKENS, Policy, first_line, probe_tokens, tolerance
+from agentjet.compute.policy import PROBE_TOKENS, Policy, distance, first_line, probe_tokens, tolerance
 from agentjet.types import RouteShape
 
 ROUTER = re.compile(r"(Router|Gate|Gating)$")
@@ -218,7 +218,7 @@ def _by_trial(policy: Policy, routers: dict[str, nn.Module]) -> RouteShape | str
     if chosen.shape != (PROBE_TOKENS, len(places), places[0].num_choices):
         return f"its choices have the shape {tuple(chosen.shape)}"
     again, other = RoutePass(chosen), RoutePass(chosen.roll(1, 0))
-    difference = float((logits(again) - plain).abs().max())
+    difference = distance(logits(again), plain)
     if not difference <= tolerance(policy.dtype, plain) or not bool(logits(other).isfinite().all()):
         return f"logits with repeated choices differ by {difference:.3f}"
     layers = tuple(int(number[0]) if (number := re.findall(r"\d+", name)) else 0 for name in routers)

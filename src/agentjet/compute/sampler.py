@@ -33,7 +33,7 @@ from agentjet.compute.cached_attention import DecodeGraphs, ReadTokens, Spans, s
 from agentjet.compute.cached_states import StateSlots
 from agentjet.compute.memory import STATES_PER_COMPLETION
 from agentjet.compute.model import copied_modules
-from agentjet.compute.policy import PROBE_TOKENS, Policy, first_line, probe_tokens, tolerance
+from agentjet.compute.policy import PROBE_TOKENS, Policy, distance, first_line, probe_tokens, tolerance
 from agentjet.compute.routes import RoutePass, present_routes, routing
 from agentjet.compute.token_choice import ChoiceRules, ChosenTokens, Grammars, Guide, sample_tokens
 from agentjet.errors import ComputeError, GrammarError, OutOfCache
@@ -666,7 +666,7 @@ def _cache_obstacle(policy: Policy, name: str) -> str | None:
             parts.append(hidden)
     except Exception as error:
         return f"{type(error).__name__}: {first_line(error)}"
-    difference = float((policy.head(torch.cat(parts, 1)).float() - wanted).abs().max())
+    difference = distance(policy.head(torch.cat(parts, 1)), wanted)
     if difference <= tolerance(policy.dtype, wanted):
         return None
     return f"its logits differ by {difference:.3f} from those of a pass over all tokens"
