@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
 from reprlib import repr as short_repr
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, cast
 
 import uvicorn
 from fastapi import Depends, FastAPI, Header, Request
@@ -575,23 +575,37 @@ class GuardedRoute(APIRoute):
         return super().get_route_handler()
 
 
-async def until_disconnect(request: Request, work: Awaitable[Result]) -> Result:
-    """Returns the result of `work`. If the client disconnects first, cancels `work` and raises `ClientGone`.
+class Presence:
+    """Whether the client of a request is there. The body must have been read: the next message is then the disconnect.
 
-    The body of the request must have been read: the next message is then the disconnect.
+    One task waits for it, until the connection or the response ends.
     """
-    task = asyncio.ensure_future(work)
-    gone = asyncio.create_task(_disconnected(request))
-    try:
-        await asyncio.wait([task, gone], return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ClientGone
-    finally:
-        gone.cancel()
-        if not task.done():
-            task.cancel()
-            await asyncio.wait([task])
+
+    def __init__(self, request: Request) -> None:
+        self._gone = asyncio.create_task(_disconnected(request))
+
+    async def is_over(self) -> bool:
+        """Returns whether the client has disconnected. A write to a closed connection does not fail."""
+        await asyncio.sleep(0)  # The task notes a disconnect in the next turn of the event loop.
+        return self._gone.done()
+
+    async def during(self, work: Awaitable[Result]) -> Result:
+        """Returns the result of `work`. If the client disconnects first, cancels `work` and raises `ClientGone`."""
+        task, waits, has_left = cast("asyncio.Task[Any]", asyncio.current_task()), True, False
+        cancellations = task.cancelling()
+
+        def leave(_: asyncio.Task[None]) -> None:
+            nonlocal has_left
+            has_left = waits and task.cancel()
+
+        self._gone.add_done_callback(leave)
+        try:
+            return await work
+        finally:
+            waits = False  # A callback that is due already cannot be removed.
+            self._gone.remove_done_callback(leave)
+            if has_left and task.uncancel() <= cancellations:
+                raise ClientGone
 
 
 async def _disconnected(request: Request) -> None:

@@ -44,13 +44,13 @@ from agentjet.front.http import (
     ClientGone,
     GuardedRoute,
     Handler,
+    Presence,
     calls_of,
     count_refusal,
     internal_error,
     key_in_headers,
     key_in_path,
     route_path,
-    until_disconnect,
 )
 from agentjet.types import policy_of
 
@@ -175,19 +175,19 @@ async def respond(dialect: Dialect[RequestT], body: RequestT, request: Request, 
     past = past if len(content) < LARGE else from_thread(past)
     decode = partial(dialect.decode, body, past, calls.episodes.job.images)
     call = await offload(len(content), _to_call, decode, content, request.headers, head)
-    chunks = calls.answer(episode_id, role, call)
+    chunks, client = calls.answer(episode_id, role, call), Presence(request)
     choices = call.choices * (1 + len(call.others))
     encoder = dialect.encoder(body, head)
     if not call.stream:
         async with aclosing(chunks):
-            await until_disconnect(request, _collect(chunks, choices, encoder))
-            if not await _mark_delivered(request, chunks):
+            await client.during(_collect(chunks, choices, encoder))
+            if not await _mark_delivered(client, chunks):
                 raise ClientGone
             return Response(to_json(encoder.answer()), media_type="application/json")
     # Waits for the first chunk, because errors of the request can only set the status before the stream starts.
-    first = await until_disconnect(request, anext(chunks))
+    first = await client.during(anext(chunks))
     return StreamingResponse(
-        _stream(request, chunks, first, choices, dialect, encoder),
+        _stream(request, client, chunks, first, choices, dialect, encoder),
         media_type="text/event-stream",
         headers={"Cache-Control": "no-store"},
     )
@@ -215,13 +215,12 @@ async def _collect(chunks: AsyncGenerator[CallChunk], choices: int, encoder: Enc
         deque(encoder.encode(chunk), maxlen=0)
 
 
-async def _mark_delivered(request: Request, chunks: AsyncGenerator[CallChunk]) -> bool:
+async def _mark_delivered(client: Presence, chunks: AsyncGenerator[CallChunk]) -> bool:
     """Marks the answer as delivered, or returns False if the client has disconnected.
 
-    The check is needed because writing to a closed connection does not fail. Raises `Conflict` if the episode has
-    ended.
+    Raises `Conflict` if the episode has ended.
     """
-    if await request.is_disconnected():
+    if await client.is_over():
         return False
     await anext(chunks, None)
     return True
@@ -229,6 +228,7 @@ async def _mark_delivered(request: Request, chunks: AsyncGenerator[CallChunk]) -
 
 async def _stream(
     request: Request,
+    client: Presence,
     chunks: AsyncGenerator[CallChunk],
     chunk: CallChunk,
     choices: int,
@@ -244,7 +244,7 @@ async def _stream(
                 yield encoder.stream(chunk)
                 chunk = await anext(chunks)
             yield encoder.stream(chunk) + encoder.finish()
-            await _mark_delivered(request, chunks)
+            await _mark_delivered(client, chunks)
         except Exception as error:  # The boundary of a stream whose status is already sent.
             if not isinstance(error, RequestError):
                 log.error("a stream failed", exc_info=error)

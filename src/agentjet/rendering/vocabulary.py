@@ -218,7 +218,7 @@ class Vocabulary:
         while raw:
             text, stray, raw = _valid_head(raw)
             if text:
-                tokens += self._plain.encode(text, add_special_tokens=False).ids
+                tokens += self._plain.encode_batch_fast([text], add_special_tokens=False)[0].ids
             tokens += [self._byte_ids[byte] for byte in stray]
         return tokens
 

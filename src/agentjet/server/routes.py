@@ -19,7 +19,7 @@ import agentjet.protocol as bodies
 from agentjet.errors import Forbidden
 from agentjet.front.concurrency import offload
 from agentjet.front.dialects.completions import to_demonstration
-from agentjet.front.http import BEARER, EPISODE_KEY, PROBLEM, GuardedRoute, bearer_of, until_disconnect
+from agentjet.front.http import BEARER, EPISODE_KEY, PROBLEM, GuardedRoute, Presence, bearer_of
 from agentjet.front.keys import CODE_SECONDS, LEVELS, SESSION_PREFIX, Bearer
 from agentjet.front.segment import other_front
 from agentjet.server.access import (
@@ -64,7 +64,7 @@ async def begin_episode(
 ) -> bodies.BeginResponse:
     """Start an episode of the run. If the client disconnects while it waits for room, no episode is started."""
     gateway = deps.gateway
-    episode = await until_disconnect(request, gateway.begin(body, idempotency_key=idempotency_key))
+    episode = await Presence(request).during(gateway.begin(body, idempotency_key=idempotency_key))
     job = gateway.swarm.job
     return bodies.BeginResponse(
         episode_id=episode.id,
