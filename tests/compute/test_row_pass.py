@@ -23,7 +23,7 @@ from transformers import Cache
 from agentjet.compute.learner import PolicyLearner
 from agentjet.compute.model import prefix_sharing_obstacles
 from agentjet.compute.passes import RowPass
-from agentjet.compute.policy import find_logit_transform
+from agentjet.compute.policy import distance, find_logit_transform, tolerance
 from agentjet.compute.protocol import LossSpec
 from agentjet.compute.rank import Rank
 from agentjet.compute.sampler import ModelSampler
@@ -81,6 +81,26 @@ def test_logits_that_are_no_product_are_refused(folder_of: Callable[[str], Path]
         pytest.raises(ConfigError, match=r"model\.name = .*its logits are not the product"),
     ):
         find_logit_transform(policy)
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "counts_as_rounding"),
+    [
+        (np.s_[:], 0.035, True),  # SmolLM2 in bfloat16 on a CPU with AMX, as are the next two
+        (np.s_[2], None, True),
+        (np.s_[5, 77], 8.0, True),
+        (np.s_[2], 0.12, False),  # the smallest of a position that is off by one
+        (np.s_[:], 0.1, False),
+    ],
+)
+def test_rounding_is_told_from_mistakes(part: Any, change: float | None, counts_as_rounding: bool) -> None:
+    rng = np.random.default_rng(3)
+    logits = rng.normal(0, 4, (21, 49_152))
+    other = logits.copy()
+    other[part] += 0.8 if change is None else 4 * change * rng.normal(size=logits[part].shape)
+    ours, theirs = torch.from_numpy(other), torch.from_numpy(logits)
+    assert (distance(ours, theirs) <= tolerance(torch.bfloat16, theirs)) == counts_as_rounding
+    assert (distance(ours, theirs) <= tolerance(torch.float32, theirs)) == (change is None)
 
 
 @pytest.mark.parametrize("kind", ROWS)

@@ -576,7 +576,7 @@ class GuardedRoute(APIRoute):
 
 
 class Presence:
-    """Whether the client of a request is there. The body must have been read: the next message is then the disconnect.
+    """The client of a request whose body has been read: the next message is then its disconnect.
 
     One task waits for it, until the connection or the response ends.
     """
