@@ -23,14 +23,14 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, aclosing, contextmanager, suppress
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from agentjet.compute.protocol import Sampler
-from agentjet.config import JobConfig, ServeConfig, SideCallRule
+from agentjet.config import JobConfig, SideCallRule
 from agentjet.errors import (
     ComputeError,
     ConfigError,
@@ -59,8 +59,8 @@ from agentjet.timeline.routes import joined
 from agentjet.timeline.tree import context_hash
 from agentjet.types import ANY_ANSWER, Call, Constraint, Conversation, Message, PolicyId, SamplingParams, policy_of
 
-if TYPE_CHECKING:
-    pass
+if TYPE_CHECKING:  # A run has calls.
+    from agentjet.front.run import FrontPolicies
 
 RESAMPLE_SECONDS = 0.05
 """Wait before a call whose worker crashed enters the gate again. The gate is held by then."""
@@ -160,54 +160,6 @@ class CallChunk:
 # ---- the calls of a run ----------------------------------------------------------------------------------------------
 
 
-class Policies(Protocol):
-    """The line to the server: what calls need of the run's policies on the backend."""
-
-    @property
-    def run(self) -> str: ...
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The policies that the settings name, or none."""
-
-    @property
-    def model_name(self) -> str:
-        """The model name for requests. Empty with named policies."""
-
-    @property
-    def config(self) -> ServeConfig: ...
-
-    @property
-    def compute(self) -> Sampler: ...
-
-    @property
-    def renderers(self) -> Mapping[str, Renderer]:
-        """Renderers of the models by policy. Empty until all policies were up once."""
-
-    @property
-    def num_starts(self) -> int:
-        """Number of the present worker."""
-
-    def is_of_another_run(self, error: Exception) -> bool:
-        """True if a worker crashed during an operation of another run."""
-
-
-class Episodes(Protocol):
-    """The line to the server: what calls need of live episodes. Methods raise `Conflict` for one that has ended."""
-
-    @property
-    def job(self) -> JobConfig: ...
-
-    def heartbeat(self, episode_id: str) -> EpisodeRecord:
-        """Renews the lease."""
-
-    def calling(self, episode_id: str) -> AbstractContextManager[EpisodeRecord]:
-        """Context in which the lease stands still."""
-
-    def note(self, episode_id: str, *, noted: Sequence[str] = (), refused: Sequence[str] = ()) -> None:
-        """Counts notes and refusals of a request."""
-
-
 @dataclass(slots=True, eq=False)
 class EpisodeCalls:
     """The calls of a live episode."""
@@ -226,7 +178,7 @@ class EpisodeCalls:
 class Calls:
     """Answers the calls of a run's live episodes."""
 
-    policies: Policies
+    policies: FrontPolicies
     commits: GroupCommit[Any]
     gate: Gate
     tracing: Tracing
@@ -236,7 +188,6 @@ class Calls:
         self.pace = StreamPace()
         self.began = self.clock()
         self.swarm: Conversations = self.commits.swarm
-        self.episodes: Episodes = self.swarm
         self.grammars = GrammarTrials()
         self._episodes: dict[str, EpisodeCalls] = {}
         self._num_open = 0
@@ -253,7 +204,6 @@ class Calls:
 
     @property
     def num_active(self) -> int:
-        """Calls whose answers are not delivered yet, of live episodes."""
         return len(self.active)
 
     async def read(self, episode_id: str) -> None:
@@ -269,7 +219,7 @@ class Calls:
 
     def lookup(self, episode_id: str, role: str, call_id: str) -> tuple[Conversation, Message] | None:
         """Returns conversation and answer of a call of a live episode. None if there is none, or of a raw prompt."""
-        rules = self.episodes.job.side_calls
+        rules = self.swarm.job.side_calls
         roles = dict.fromkeys([role, *(with_rule(role, rule, self.policies.names) for rule in rules)])
         trees = (self.swarm.tree(episode_id, name) for name in roles)
         exchange = next((tree.exchange(call_id) for tree in trees if tree.knows(call_id)), None)
@@ -284,8 +234,8 @@ class Calls:
         present_run.set(self.policies.run)
         present_episode.set(episode_id)
         role, request = self._apply_rules(role, request)
-        with self._track(self.episodes.heartbeat(episode_id), role, request) as call:
-            with self.episodes.calling(episode_id):
+        with self._track(self.swarm.heartbeat(episode_id), role, request) as call:
+            with self.swarm.calling(episode_id):
                 await call.prepare()
             num_left = request.num_answers
             tasks = [asyncio.create_task(call.answer(index)) for index in range(num_left)]
@@ -296,7 +246,7 @@ class Calls:
                         raise item
                     num_left -= item.call is not None
                     yield item
-                    self.episodes.heartbeat(episode_id)  # Raises if the episode ended while this was read.
+                    self.swarm.heartbeat(episode_id)  # Raises if the episode ended while this was read.
             finally:
                 for task in tasks:
                     task.cancel()
@@ -305,7 +255,7 @@ class Calls:
     async def count_tokens(self, episode_id: str, role: str, request: CallRequest) -> int:
         """Returns the prompt length of `request` in tokens. Nothing is sampled or recorded. Raises like `answer`."""
         role, request = self._apply_rules(role, request)
-        with self.episodes.calling(episode_id):
+        with self.swarm.calling(episode_id):
             renderer = await self.renderer(role)
             return len((await self.prompt(renderer, episode_id, role, request, request.conversation)).tokens)
 
@@ -313,7 +263,7 @@ class Calls:
         """Counts a refused request on its episode, if that is live here and the journal accepts writes."""
         param = re.sub(r"\.\d+", "[]", error.param or "")
         with suppress(RequestError):
-            self.episodes.note(episode_id, refused=[f"{error.code}: {param}" if param else error.code])
+            self.swarm.note(episode_id, refused=[f"{error.code}: {param}" if param else error.code])
             await self.commits.durable()
 
     def undelivered(self, episode_id: str) -> list[str]:
@@ -345,7 +295,7 @@ class Calls:
     async def prompt(
         self, renderer: Renderer, episode_id: str, role: str, request: CallRequest, conversation: Conversation
     ) -> Prompt:
-        tree, history = self.swarm.tree(episode_id, role), self.episodes.job.history
+        tree, history = self.swarm.tree(episode_id, role), self.swarm.job.history
         size = request.num_bytes + num_characters(conversation)
         return await offload(
             size, prepare_prompt, renderer, tree, conversation, history, fingerprint=request.fingerprint
@@ -401,7 +351,7 @@ class Calls:
         """
         messages, tools = request.conversation.messages, "some" if request.conversation.tools else "none"
         system = "\n".join(message.content for message in takewhile(lambda m: m.role == "system", messages))
-        for rule in self.episodes.job.side_calls:
+        for rule in self.swarm.job.side_calls:
             if (
                 rule.tools in ("any", tools)
                 and (not rule.model or fnmatchcase(request.model, rule.model))
@@ -434,7 +384,6 @@ class ActiveCall:
         """Choices without which a request stays unanswered: all of a first try, and those that a retry is to answer."""
         self._calls = calls
         self._swarm = calls.swarm
-        self._episodes = calls.episodes
         self._ordinal = ordinal
         self.policy = PolicyId(calls.policies.run, policy_of(role, calls.policies.names))
         self._deadline = asyncio.get_running_loop().time() + calls.policies.config.server.call_timeout
@@ -453,7 +402,7 @@ class ActiveCall:
 
     async def prepare(self) -> None:
         """Checks the request and prepares its prompts, so that every error shows before the call is held."""
-        episode, job = self.episode, self._episodes.job
+        episode, job = self.episode, self._swarm.job
         self._check_turns()
         self.request = request = with_overrides(self.request, job, episode)
         params = sampling_params(request, job, episode)
@@ -484,7 +433,7 @@ class ActiveCall:
                 grammar = await write(episode.id, request.constraint, conversation.tools, renderer.style)
                 limited = replace(limited, grammar=grammar)
             self.prompts.append((replace(prompt, fork="role") if is_new_role else prompt, limited))
-        self._episodes.note(episode.id, noted=request.notes)
+        self._swarm.note(episode.id, noted=request.notes)
 
     def _check_turns(self) -> None:
         """Raises `InvalidRequest` (`turn_limit`) for a turn beyond those of the episode.
@@ -509,7 +458,7 @@ class ActiveCall:
         if turns >= most and not is_retry(self.request):
             raise InvalidRequest(
                 f"The episode has its {most} turns, the maximum of job.max_turns or of the recipe "
-                f"{self._episodes.job.recipe.name!r}: end the agent's loop after episode.max_turns answers "
+                f"{self._swarm.job.recipe.name!r}: end the agent's loop after episode.max_turns answers "
                 "(AGENTJET_MAX_TURNS), and finish with the reward.",
                 code="turn_limit",
             )
@@ -519,7 +468,7 @@ class ActiveCall:
         episode_id = self.episode.id
         try:
             span = self._calls.tracing.span("call", episode_id=episode_id, role=self.role)
-            with self._episodes.calling(episode_id), span:
+            with self._swarm.calling(episode_id), span:
                 while not await self._try_choice(index):
                     await asyncio.sleep(RESAMPLE_SECONDS)
         except Exception as error:  # `Calls.answer` raises it in the caller's task.
@@ -529,7 +478,7 @@ class ActiveCall:
         """Returns False if the worker crashed before a part of the answer was sent."""
         sent, policies = False, self._calls.policies
         async with self._calls.gate.enter(max(0.0, self._deadline - asyncio.get_running_loop().time())):
-            self._episodes.heartbeat(self.episode.id)  # Raises if the episode ended while its call was held.
+            self._swarm.heartbeat(self.episode.id)  # Raises if the episode ended while its call was held.
             worker, completion = policies.num_starts, ActiveChoice(self, index)
             try:
                 async for chunk in completion.sample(policies.compute):
@@ -553,7 +502,7 @@ class ActiveCall:
         return True
 
     def seed(self, choice: int) -> int:
-        return choice_seed(self.request.seed, choice, self._episodes.job.seed, self.episode, self._ordinal)
+        return choice_seed(self.request.seed, choice, self._swarm.job.seed, self.episode, self._ordinal)
 
     def next_repeated(self) -> str | None:
         """Returns the recorded call that the next recorded choice repeats, or None."""

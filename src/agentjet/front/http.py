@@ -368,7 +368,7 @@ class RunScope:
         issued before.
         """
         if self.calls is not None:
-            return self.calls.episodes.job.max_episode_seconds
+            return self.calls.swarm.job.max_episode_seconds
         return 0.0 if self.job is None else self.job().max_episode_seconds
 
 
@@ -389,7 +389,6 @@ def scope_of(request: HTTPConnection) -> RunScope:
 
 
 def calls_of(request: HTTPConnection) -> Calls:
-    """Returns the calls of the run of a request."""
     calls = scope_of(request).calls
     assert calls is not None
     return calls
@@ -822,7 +821,6 @@ def _place(loc: Sequence[int | str]) -> str:
 
 
 def _known_names(request: Request) -> tuple[str, ...]:
-    """Returns the field names of the body model of the route."""
     field = getattr(request.scope.get("route"), "body_field", None)
     model = getattr(getattr(field, "field_info", None), "annotation", None)
     return tuple(model.model_fields) if isinstance(model, type) and issubclass(model, BaseModel) else ()

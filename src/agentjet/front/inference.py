@@ -24,7 +24,7 @@ from starlette.datastructures import Headers
 from starlette.responses import Response, StreamingResponse
 
 from agentjet.errors import InvalidRequest, MethodNotAllowed, NotFound, RequestError, nearest_name
-from agentjet.front.calls import CallChunk, CallRequest, Calls, Policies
+from agentjet.front.calls import CallChunk, CallRequest, Calls
 from agentjet.front.concurrency import LARGE, from_thread, offload
 from agentjet.front.dialects import DIALECTS, MESSAGES
 from agentjet.front.dialects.dialect import (
@@ -52,6 +52,7 @@ from agentjet.front.http import (
     key_in_path,
     route_path,
 )
+from agentjet.front.run import FrontPolicies
 from agentjet.types import policy_of
 
 log = logging.getLogger(__name__)
@@ -121,7 +122,7 @@ async def count_tokens(body: PromptBody, request: Request, calls: RunCalls) -> T
     role = role_of(body.model, calls.policies)
     num_bytes = len(await request.body())
     await calls.read(request.state.episode_id)
-    conversation = await offload(num_bytes, prompt_to_count, body, calls.episodes.job.images)
+    conversation = await offload(num_bytes, prompt_to_count, body, calls.swarm.job.images)
     asked = CallRequest(conversation, model=body.model, num_bytes=num_bytes)
     return TokenCount(input_tokens=await calls.count_tokens(request.state.episode_id, role, asked))
 
@@ -173,7 +174,7 @@ async def respond(dialect: Dialect[RequestT], body: RequestT, request: Request, 
     await calls.read(episode_id)
     past: CallLookup = partial(calls.lookup, episode_id, role)
     past = past if len(content) < LARGE else from_thread(past)
-    decode = partial(dialect.decode, body, past, calls.episodes.job.images)
+    decode = partial(dialect.decode, body, past, calls.swarm.job.images)
     call = await offload(len(content), _to_call, decode, content, request.headers, head)
     chunks, client = calls.answer(episode_id, role, call), Presence(request)
     choices = call.choices * (1 + len(call.others))
@@ -257,7 +258,7 @@ def _model(name: str, calls: Calls) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": int(calls.began), "owned_by": "agentjet"}
 
 
-def role_of(model: str, run: Policies) -> str:
+def role_of(model: str, run: FrontPolicies) -> str:
     """Returns the agent role of a request: what follows `@` in the model's name.
 
     In a run with named policies it is `POLICY` or `POLICY/ROLE`. Raises `NotFound` for a model that the run does not

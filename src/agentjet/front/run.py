@@ -51,17 +51,22 @@ class RunReport:
 
 @dataclass(eq=False)
 class FrontPolicies:
-    """See `calls.Policies`."""
+    """The policies of a run on the backend, as its calls need them."""
 
     run: str
     config: ServeConfig
     compute: Sampler
-    names: tuple[str, ...] = ()
-    model_name: str = ""
-    renderers: dict[str, Renderer] = field(default_factory=dict)
-    num_starts: int = 0
+    names: tuple[str, ...] = field(default=(), init=False)
+    """The policies that the settings name. Empty for a run with one policy without a name."""
+    model_name: str = field(default="", init=False)
+    """The model name for requests. For a local model, the name of its folder. Empty with named policies."""
+    renderers: dict[str, Renderer] = field(default_factory=dict, init=False)
+    """Renderers of the models by policy. Empty until all policies were up once."""
+    num_starts: int = field(default=0, init=False)
+    """Number of times that the policies were brought up: 1, and 1 for each crash of a worker."""
 
     def is_of_another_run(self, error: Exception) -> bool:
+        """True if a worker crashed during an operation of another run."""
         return False
 
 
@@ -101,7 +106,6 @@ class FrontRun:
                 self.gate.hold()
 
     async def drained(self) -> None:
-        """Waits until no call is inside the gate."""
         async with self._changing:
             pass
         await self.gate.drained()

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from agentjet.compute.protocol import Compute, check_capabilities
-from agentjet.config import JobConfig, LoraConfig, ModelConfig, ServeConfig
+from agentjet.config import JobConfig, LoraConfig, ModelConfig
 from agentjet.errors import (
     AgentJetError,
     CheckpointError,
@@ -36,6 +36,7 @@ from agentjet.errors import (
     did_you_mean,
 )
 from agentjet.front.concurrency import Broadcast, Gate, GroupCommit
+from agentjet.front.run import FrontPolicies
 from agentjet.protocol import (
     CheckpointInfo,
     ClusterView,
@@ -71,26 +72,18 @@ FIRST_WEIGHTS = "start"
 
 
 @dataclass(eq=False)
-class RunPolicies:
+class RunPolicies(FrontPolicies):
     """The policies of a run. `compute` hosts them; `threads` call hooks of plug-ins."""
 
-    run: str
-    config: ServeConfig
     compute: Compute
     folder: Path
     threads: hooks.PlugInThreads
-    renderers: dict[str, Renderer] = field(default_factory=dict)
-    """Renderers of the models by policy. Empty until all policies were up once."""
-    num_starts: int = 0
-    """Number of times that the policies were brought up: 1, and 1 for each crash of a worker."""
 
     def __post_init__(self) -> None:
         self.names = tuple(self.config.policies)
-        """The policies that the settings name. Empty for a run with one policy without a name."""
         self.ids = tuple(PolicyId(self.run, policy) for policy in self.config.policy_names)
         name = "" if self.names else self.config.model.name
         self.model_name = Path(name).name if name and Path(name).is_dir() else name
-        """The model name for requests. For a local model, the name of its folder. Empty with named policies."""
 
     def chosen(self, policy: str) -> str:
         """Returns the policy that a request names. "" is the only policy of the run. Raises `Unprocessable`."""
@@ -194,7 +187,6 @@ class RunPolicies:
         return stamps
 
     async def save(self, path: Path) -> CheckpointStamp:
-        """Writes all policies to a new folder."""
         if not self.names:
             return await self.compute.save(self.ids[0], path)
         path.mkdir(parents=True)
@@ -340,7 +332,6 @@ class EnginePhase:
         return time.monotonic() - self._entered
 
     def refusal(self) -> Later:
-        """Returns the refusal of a request that needs a running engine."""
         if self.state == "failed":
             return Unavailable(f"The engine failed: {self.reason}", code="engine_failed", retry_after=30.0)
         return Unavailable("The engine is stopped.", code="engine_stopped", retry_after=10.0)
