@@ -34,7 +34,6 @@ from agentjet.server.health import (
     RULES,
     STATED,
     TEXT,
-    CodeCounts,
     RunFacts,
     ServerFacts,
     SilentEpisode,
@@ -45,6 +44,7 @@ from agentjet.server.monitoring import Gap
 from agentjet.server.read import health_of
 from agentjet.swarm import EpisodeRecord
 from agentjet.swarm.episodes import Refill, Silence
+from agentjet.swarm.state import OutcomeCounts
 from bench import alarms
 from tests.fakes import running, saying
 from tests.server.serving import VIEWER, serving
@@ -55,7 +55,7 @@ JOB = JobConfig(batch_size=4)
 POLICIES = ("planner", "coder")
 ENDING = JobConfig(optimizer=OptimizerConfig(schedule="linear", total_steps=8))
 STUCK = SilentEpisode("ep_1", "t1", "c", 100.0)
-MENDED = CodeCounts("v2", 20, 0)
+MENDED = ("v2", OutcomeCounts(finished=20))
 UP = ServerFacts("sampling", client_seconds=3.0)
 Steps = list[dict[str, float]]
 
@@ -394,7 +394,9 @@ TRIPS: list[tuple[str, RunFacts, str, str, RunFacts]] = [
     ),
     (
         "episodes",
-        RunFacts(finished=2, lost=8, reason="E", failing_code="v2", newest_code=CodeCounts("v2", 2, 8)),
+        RunFacts(
+            finished=2, lost=8, reason="E", failing_code="v2", newest_code=("v2", OutcomeCounts(finished=2, aborted=8))
+        ),
         "bad",
         "all of code version v2: E",
         RunFacts(finished=2, lost=8, reason="E", failing_code="v1", newest_code=MENDED),

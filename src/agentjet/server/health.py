@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from math import inf, log
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import NamedTuple
 
 from agentjet.config import JobConfig
@@ -23,7 +23,7 @@ from agentjet.protocol import EvaluationView, HealthRuleView, HealthView, Level,
 from agentjet.server.learning import REWARD, find_fall, held_out_fall, learning, of_present_code, reward_metrics, rise
 from agentjet.server.monitoring import BOUND, Gap, divergence, metrics_not_finite
 from agentjet.swarm.episodes import Refill, is_gone
-from agentjet.swarm.state import ABSENT_SECONDS
+from agentjet.swarm.state import ABSENT_SECONDS, OutcomeCounts
 from agentjet.types import SOLE_POLICY, EngineState
 
 PAGE = "docs/health.md"
@@ -74,14 +74,6 @@ class SilentEpisode(NamedTuple):
     """Seconds until its lease ends."""
 
 
-class CodeCounts(NamedTuple):
-    """Outcomes of the episodes of the newest code version."""
-
-    version: str
-    finished: int
-    lost: int
-
-
 @dataclass(frozen=True, slots=True)
 class RunFacts:
     """The facts that the rules judge."""
@@ -105,8 +97,8 @@ class RunFacts:
     silent: SilentEpisode | None = None
     longest_seconds: float | None = None
     """The longest duration of the newest finished training episodes; None before the first."""
-    newest_code: CodeCounts | None = None
-    """The code version used last, if there are others."""
+    newest_code: tuple[str, OutcomeCounts] | None = None
+    """The code version used last and its outcomes, if there are others."""
     failing_code: str = ""
     """The code version of all episodes with `reason`, or '' for several."""
     refill: Refill | None = None
@@ -170,12 +162,7 @@ def values_of(facts: RunFacts, metric: str) -> dict[str, list[float]]:
 
 
 def newest(facts: RunFacts, metric: str) -> float:
-    """Sum of a metric of the batch over the newest steps."""
     return sum(step.get(metric, 0.0) for step in facts.steps[-NEWEST:])
-
-
-def mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
 
 
 def exceeds(count: float, total: float, usual: float) -> bool:
@@ -198,7 +185,6 @@ def worst(findings: Mapping[str, RuleResult | None] | Mapping[str, RuleResult]) 
 
 
 def of_each_policy(metric: str, judge: Callable[[list[float], RunFacts], RuleResult | None]) -> Judge:
-    """A rule on the values of a metric, applied to each policy."""
     return lambda facts: worst({policy: judge(values, facts) for policy, values in values_of(facts, metric).items()})
 
 
@@ -337,10 +323,11 @@ def episodes(facts: RunFacts) -> RuleResult | None:
     level: Level = "ok"
     if exceeds(gone, came + gone, USUAL_FAILING):
         level = "bad" if gone / (came + gone) >= FAILING else "warn"
-    if level != "ok" and (newer := facts.newest_code) is not None and facts.failing_code not in ("", newer.version):
-        ended = newer.finished + newer.lost
-        if not exceeds(newer.lost, ended, USUAL_FAILING):
-            return RuleResult("ok", f"{text}. Of the newest code version {newer.version}, {newer.lost} of {ended} did")
+    if level != "ok" and facts.newest_code is not None and facts.failing_code not in ("", facts.newest_code[0]):
+        version, counts = facts.newest_code
+        ended = counts.finished + counts.aborted
+        if not exceeds(counts.aborted, ended, USUAL_FAILING):
+            return RuleResult("ok", f"{text}. Of the newest code version {version}, {counts.aborted} of {ended} did")
     return RuleResult(level, text)
 
 
@@ -508,7 +495,7 @@ def truncated(facts: RunFacts) -> RuleResult | None:
     judged = [step for step in facts.steps[-NEWEST:] if "completion/truncated" in step]
     if not judged:
         return None
-    share = mean([step["completion/truncated"] for step in judged])
+    share = fmean([step["completion/truncated"] for step in judged])
     calls = sum(step.get("batch/episodes", 1.0) * step.get("episode/num_turns", 1.0) for step in judged)
     level = shares(share * calls, calls, 0.05, (0.15, 0.5))
     limit, is_chosen = cutting_limit(judged, facts.job)
@@ -516,7 +503,7 @@ def truncated(facts: RunFacts) -> RuleResult | None:
         level = "ok"
     start, now = _start_and_now(_of_present_code(facts), REWARD)
     if level == "bad" and rise(start, now) >= LIKELY:
-        level, limit = "warn", f"{limit}; the reward rose nevertheless, from {mean(start):.3g} to {mean(now):.3g}"
+        level, limit = "warn", f"{limit}; the reward rose nevertheless, from {fmean(start):.3g} to {fmean(now):.3g}"
     return RuleResult(level, f"{share:.0%} of the answers were cut at {limit}")
 
 
@@ -646,14 +633,14 @@ def entropy(facts: RunFacts) -> RuleResult | None:
 
 
 def _entropy(values: list[float], facts: RunFacts, policy: str, metrics: Mapping[str, str]) -> RuleResult:
-    early, late = mean(values[:NEWEST]), mean(values[-NEWEST:])
+    early, late = fmean(values[:NEWEST]), fmean(values[-NEWEST:])
     text = f"the mean entropy of {NEWEST} steps went from {early:.3g} to {late:.3g} nats a token in {len(values)} steps"
     if len(values) < 2 * NEWEST or late >= early / 2:
         return RuleResult("ok", text)
     start, now = _start_and_now(facts, metrics.get(policy, REWARD))
     if min(len(start), len(now)) < 2 or rise(start, now) >= LIKELY:
         return RuleResult("ok", text)
-    return RuleResult("warn", f"{text}, and the mean reward from {mean(start):.3g} to {mean(now):.3g}")
+    return RuleResult("warn", f"{text}, and the mean reward from {fmean(start):.3g} to {fmean(now):.3g}")
 
 
 def _of_present_code(facts: RunFacts) -> RunFacts:

@@ -18,7 +18,6 @@ from itertools import takewhile
 from math import exp, inf, log1p, prod, sqrt
 from operator import itemgetter, mul
 from statistics import median
-from typing import NamedTuple
 
 from agentjet.protocol import Answer, EvaluationView, LearningView, newest_held_out
 
@@ -44,14 +43,6 @@ ORDER: tuple[Answer, ...] = ("falls", "yes", "learned", "no")
 """The answer of a run with several policies is the first of these that one of them has."""
 
 Steps = Sequence[Mapping[str, float]]
-
-
-class Trend(NamedTuple):
-    """Slope per step, and the ends of its interval at `CERTAIN` standard deviations."""
-
-    slope: float
-    low: float
-    high: float
 
 
 def learning(
@@ -135,8 +126,8 @@ def _judge(rewards: tuple[float, ...], early: tuple[float, ...], fallen: str) ->
 
 
 @lru_cache(maxsize=64)
-def trend(rewards: tuple[float, ...]) -> Trend:
-    """Returns the trend of 3 rewards or more."""
+def trend(rewards: tuple[float, ...]) -> tuple[float, float, float]:
+    """Returns the slope per step of 3 rewards or more, and the ends of its interval at `CERTAIN` deviations."""
     num = len(rewards)
     times = [time - (num - 1) / 2 for time in range(num)]
     squares, mean = num * (num * num - 1) / 12, _mean(rewards)
@@ -145,11 +136,11 @@ def trend(rewards: tuple[float, ...]) -> Trend:
     total = sum(map(mul, residuals, residuals))
     if total <= ROUNDING * sum(map(mul, rewards, rewards)):
         slope = slope if abs(slope) > ROUNDING else 0.0
-        return Trend(slope, slope, slope)
+        return slope, slope, slope
     correlation = min(max(sum(map(mul, residuals[1:], residuals)) / total, 0.0), MOST_CORRELATED)
     error = sqrt(total / (num - 2) / squares * (1 + correlation) / (1 - correlation))
     width = _quantile(CERTAIN, num - 2) * error
-    return Trend(slope, slope - width, slope + width)
+    return slope, slope - width, slope + width
 
 
 @lru_cache(maxsize=64)

@@ -20,11 +20,10 @@ from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from agentjet import __version__
 from agentjet.errors import ConfigError, Later, ServerFailed, Unavailable
-from agentjet.front.concurrency import GroupCommit
 from agentjet.protocol import (
     REPORTED_BATCHES,
     CellView,
@@ -52,7 +51,6 @@ from agentjet.server import records
 from agentjet.server.checkpoints import CheckpointStore
 from agentjet.server.health import (
     REASONS,
-    CodeCounts,
     RunFacts,
     ServerFacts,
     SilentEpisode,
@@ -62,12 +60,14 @@ from agentjet.server.health import (
     reward,
 )
 from agentjet.server.records import Unfinished
-from agentjet.server.run_policies import RunPolicies
 from agentjet.swarm import EpisodeRecord, Journal
-from agentjet.swarm.episodes import FIRST_STEPS, Queries, Refill, Silence
+from agentjet.swarm.episodes import FIRST_STEPS, Queries, Silence
 from agentjet.swarm.facts import AdvantageHook, Members
 from agentjet.swarm.state import Group
 from agentjet.types import JOURNAL, SOLE_POLICY, EpisodeFilter, Message, beginning
+
+if TYPE_CHECKING:  # A gateway has a reader.
+    from agentjet.server.gateway import Gateway
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -90,29 +90,6 @@ NUMBERS = re.compile(r"\b\w*\d\w*")  # Without \b, its time is quadratic in the 
 LOST: tuple[EpisodeFilter, ...] = ("aborted", "expired")
 
 
-class Live(Protocol):
-    """A run that a server has: the facts that its journal lacks."""
-
-    @property
-    def queries(self) -> Queries: ...
-
-    @property
-    def commits(self) -> GroupCommit[Any]: ...
-
-    @property
-    def hosted(self) -> RunPolicies: ...
-
-    def leases(self) -> Mapping[str, float]:
-        """Returns the time at which each live episode expires."""
-
-    async def current_status(self) -> StatusResponse: ...
-
-    def waiting_for(self, *, names_silent: bool = True) -> str:
-        """Returns a phrase for the thing that training waits for."""
-
-    def server_facts(self) -> ServerFacts: ...
-
-
 class RunReader:
     """Reads a run. Close it at the end."""
 
@@ -121,12 +98,13 @@ class RunReader:
         connect: Callable[[], AbstractContextManager[Journal]],
         folder: Path,
         *,
-        live: Live | None = None,
+        live: Gateway | None = None,
         threads: PlugInThreads | None = None,
         name: str = "",
         title: str = "",
     ) -> None:
         """`connect` opens the journal read-only. That of a live run stays open: opening takes longer than a short read.
+        `live` is the gateway of a run that a server has, with the facts that the journal lacks.
         `threads` call hooks of plug-ins. `name` is the run's name in answers, `title` is for people.
         """
         self.folder = folder
@@ -225,7 +203,6 @@ class RunReader:
         return await self._live.current_status()
 
     async def job(self) -> JobBody:
-        """Returns the job settings in force."""
         return job_of(self._live.queries) if self._live is not None else await self.read(lambda j: job_of(_recorded(j)))
 
     def cluster(self) -> ClusterView:
@@ -396,6 +373,7 @@ def facts_of(queries: Queries, checkpoints: Sequence[int], server: ServerFacts |
     """Returns the facts in memory. `checkpoints` are policy versions. `server` is None for a run without a server."""
     members = [episode for group in queries.groups for episode in queries.members(group)]
     finished = sum(episode.status == "finished" for episode in members)
+    versions = [*queries.journal.code_versions().items()]
     return RunFacts(
         steps=queries.recent_steps,
         job=queries.settings.job,
@@ -404,8 +382,8 @@ def facts_of(queries: Queries, checkpoints: Sequence[int], server: ServerFacts |
         lost=queries.num_lost,
         checkpoints=checkpoints,
         silent=None if server is None else _silent(queries),
-        refill=None if server is None else _refill(queries),
-        newest_code=_newest_code(queries),
+        refill=queries.refill() if server is not None and queries.num_lost else None,
+        newest_code=versions[-1] if len(versions) > 1 else None,
         policies=queries.store.policies,
         server=server,
     )
@@ -417,21 +395,6 @@ def _silent(queries: Queries) -> SilentEpisode | None:
         return None
     silence = queries.silence(found)
     return SilentEpisode(found.id, found.task_id, found.client_id, silence.seconds, silence.unheard, silence.expires_in)
-
-
-def _refill(queries: Queries) -> Refill | None:
-    """The groups that wait because members failed."""
-    found = queries.refill()
-    return found if queries.num_lost else None
-
-
-def _newest_code(queries: Queries) -> CodeCounts | None:
-    """The outcomes of the code version used last; None if the agent has one version only."""
-    versions = queries.journal.code_versions()
-    if len(versions) < 2:
-        return None
-    version, counts = [*versions.items()][-1]
-    return CodeCounts(version, counts.finished, counts.aborted)
 
 
 def health_of(facts: RunFacts, journal: Journal) -> HealthView:
