@@ -18,7 +18,6 @@ from agentjet.cli import Json, Server, aligned, print_text
 from agentjet.errors import AgentJetError, ConfigError
 
 if TYPE_CHECKING:
-    from agentjet.client import Agent
     from agentjet.environments import Environment, EnvironmentMixture, Kind, Played
     from agentjet.protocol import EpisodeTree
     from agentjet.types import Reward, Task
@@ -109,14 +108,6 @@ def split_of(mixed: EnvironmentMixture, split: str) -> list[Task]:
 SPLITS = ("held_out", "train")
 
 
-def agent_and_tasks(mixed: EnvironmentMixture, split: str, num_tasks: int | None) -> tuple[Agent, list[Task]]:
-    """The agent of environments, and the tasks to score. Raises `ConfigError`."""
-    tasks = split_of(mixed, split)
-    if num_tasks is not None and num_tasks > len(tasks):
-        raise ConfigError(f"--tasks {num_tasks}: there are {len(tasks)} tasks of the split {split}")
-    return mixed.agent, tasks[:num_tasks]
-
-
 # ---- list and show ---------------------------------------------------------------------------------------------------
 
 
@@ -176,7 +167,6 @@ def show_environment(name: Name, env_set: Settings = None, as_json: Json = False
 
 
 def setting(kind: Kind, key: str) -> dict[str, Any]:
-    """The value, default and meaning of a setting."""
     field = type(kind).model_fields[key]
     default = field.get_default(call_default_factory=True, validated_data={})
     meaning = " ".join((field.description or "").split())
@@ -288,7 +278,6 @@ def turn_reward(reward: Reward, role: str, number: int) -> float | None:
 
 
 def played_lines(document: Mapping[str, Any]) -> Iterator[str]:
-    """Yields the lines of an episode for people."""
     yield f"{document['environment']}, task {document['task']}, episode {document['episode_id']}"
     for number, turn in enumerate(document["turns"], 1):
         yield f"---- turn {number}" + (f" of {turn['role']}" if turn["role"] else "")
@@ -309,7 +298,6 @@ def played_lines(document: Mapping[str, Any]) -> Iterator[str]:
 
 
 def text_of(message: Mapping[str, Any]) -> str:
-    """The content of a message with its tool calls."""
     calls = [f"{call['name']}({call['arguments']})" for call in message.get("tool_calls") or ()]
     parts = [message.get("content") or "", *(f"calls {call}" for call in calls)]
     return "\n".join(filter(None, parts))

@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from typer import Argument, Option
 
 from agentjet.cli import Json, Override, Server, Token, TokenFile, example, load_example, printable
-from agentjet.cli.env import SPLITS, Environments, agent_and_tasks, split_of
+from agentjet.cli.env import SPLITS, Environments, split_of
 from agentjet.errors import AgentJetError, ConfigError
 from agentjet.types import Reward
 
@@ -239,7 +239,6 @@ def json_text(document: dict[str, Any]) -> str:
 
 
 def run_document(report: TrainReport | EvalReport) -> dict[str, Any]:
-    """The report as a JSON document."""
     from agentjet.client import TrainReport
 
     shared: dict[str, Any] = {
@@ -315,13 +314,17 @@ def evaluate(
     environments.check({"--agent": agent, "--task-file": task_file})
     if split is not None and not environments.env:
         raise ConfigError(f"--split {split}: it is for --env")
+    player: Agent
     with ExitStack() as stack:
         if environments.env:
             mixed = environments.load(stack)
-            player, chosen = agent_and_tasks(mixed, split or SPLITS[0], tasks)
+            player, chosen = mixed.agent, split_of(mixed, split or SPLITS[0])
             concurrency = min(concurrency, sum(mixed.agent.capacity.values()))
         else:
-            player, chosen = named_agent(agent, task_file, tasks)
+            player, chosen = named_agent(agent, task_file)
+        if tasks is not None and tasks > len(chosen):
+            of = f" of the split {split or SPLITS[0]}" if environments.env else ""
+            raise ConfigError(f"--tasks {tasks}: there are {len(chosen)} tasks{of}")
         is_default = agent is None and not environments.env
         settings = example("arithmetic") / "job.toml" if is_default else None
         swarm = stack.enter_context(_served(Server(target, token, token_file), settings, override or []))
@@ -333,7 +336,7 @@ def evaluate(
         report = evaluate_all(
             swarm,
             player,
-            chosen,
+            chosen[:tasks],
             repeats=repeats,
             concurrency=concurrency,
             progress=not as_json,
@@ -373,22 +376,18 @@ def eval_document(report: EvalReport, figures: dict[str, Estimate]) -> dict[str,
     }
 
 
-def named_agent(agent: str | None, task_file: str | None, num_tasks: int | None) -> tuple[Agent, list[Task]]:
+def named_agent(agent: str | None, task_file: str | None) -> tuple[Agent, list[Task]]:
     """The agent to score, and its tasks. Raises `ConfigError`."""
     if agent is None:
         if task_file is not None:
             raise ConfigError("--task-file is for --agent: the default agent has its own tasks")
         sums = load_example("arithmetic", "agent")
-        player, tasks = sums.FirstAnswer(), sums.held_out_tasks()
-    else:
-        from agentjet.client.inputs import load_agent, load_tasks
+        return sums.FirstAnswer(), sums.held_out_tasks()
+    from agentjet.client.inputs import load_agent, load_tasks
 
-        if task_file is None:
-            raise ConfigError("--agent needs --task-file: FILE.jsonl, or FILE.py:FUNCTION")
-        player, tasks = load_agent(agent, option="--agent"), load_tasks(task_file, option="--task-file")
-    if num_tasks is not None and num_tasks > len(tasks):
-        raise ConfigError(f"--tasks {num_tasks}: there are {len(tasks)} tasks")
-    return player, tasks[:num_tasks]
+    if task_file is None:
+        raise ConfigError("--agent needs --task-file: FILE.jsonl, or FILE.py:FUNCTION")
+    return load_agent(agent, option="--agent"), load_tasks(task_file, option="--task-file")
 
 
 @contextmanager

@@ -13,12 +13,12 @@ import typer
 from typer import Argument, Option
 
 from agentjet.cli import Json, Policy, Server, print_text
-from agentjet.cli.env import Environments, agent_and_tasks
+from agentjet.cli.env import Environments, split_of
 from agentjet.cli.run import json_text, named_agent
 from agentjet.errors import ConfigError
 
 if TYPE_CHECKING:
-    from agentjet.client import Collected, Swarm
+    from agentjet.client import Agent, Collected, Swarm
 
 
 @dataclass(frozen=True)
@@ -90,11 +90,13 @@ class TeacherOptions:
         if not (key.isascii() and key.isprintable()):
             raise ConfigError(f"{TEACHER_KEY_VARIABLE} has a character that a header cannot carry")
         endpoint = Endpoint(self.teacher, self.teacher_model, key or "none")
+        agent: Agent
         with ExitStack() as stack:
             if environments.env:
-                agent, tasks = agent_and_tasks(environments.load(stack), "train", None)
+                mixed = environments.load(stack)
+                agent, tasks = mixed.agent, split_of(mixed, "train")
             else:
-                agent, tasks = named_agent(self.agent, self.task_file, None)
+                agent, tasks = named_agent(self.agent, self.task_file)
             swarm.status()  # The teacher may cost money: the server that learns must be there.
             options = {"keep": self.keep, "repeats": self.repeats, "concurrency": self.concurrency}
             chosen: dict[str, Any] = {name: value for name, value in options.items() if value is not None}

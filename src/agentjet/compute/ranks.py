@@ -128,7 +128,7 @@ class Ranks:
                 raise
             self._peers = peers
             for peer in peers:
-                peer.died.add_done_callback(partial(self._on_death, peer))
+                peer.died.add_done_callback(partial(self._fall, peer))
             self._watching = asyncio.create_task(self._watch())
 
     async def join(self) -> None:
@@ -245,10 +245,7 @@ class Ranks:
         self._hung = True
         self._fall(min(self._peers, key=lambda peer: peer.heard_at))
 
-    def _on_death(self, peer: Peer, died: asyncio.Future[WorkerDied]) -> None:
-        self._fall(peer)
-
-    def _fall(self, peer: Peer) -> None:
+    def _fall(self, peer: Peer, _: object = None) -> None:
         """End the ranks, because one ended or cannot go on."""
         if self._fallen is None and self._end is None:
             self._fallen = peer

@@ -32,7 +32,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 
@@ -154,24 +154,19 @@ class WeightsServer:
             self._folder.close()
 
     def _serve(self, connection: socket.socket) -> None:
-        """Serve one connection of a fetch, in its thread."""
+        """Send the requested parts of one file, in a thread, until the other end closes the connection."""
         connection.settimeout(STALL_SECONDS)
-        with connection, connection.makefile("rb") as stream:
-            self._send(connection, stream)
-
-    def _send(self, connection: socket.socket, stream: BinaryIO) -> None:
-        """Send the requested parts of one file until the other end closes the connection."""
-        wanted = read(stream)
-        path = next((path for path in self._files if str(path) == wanted), None)
-        if path is None:
-            connection.sendall(encode(False))
-            return
-        with path.open("rb") as content, contextlib.suppress(EOFError):
-            connection.sendall(encode(True))
-            while True:
-                start, num_bytes = read(stream)
-                if connection.sendfile(content, start, num_bytes) < num_bytes:
-                    raise ComputeError(f"{path.name} is shorter than {start + num_bytes} bytes")
+        with connection, connection.makefile("rb") as stream, contextlib.suppress(EOFError):
+            wanted = read(stream)
+            path = next((path for path in self._files if str(path) == wanted), None)
+            connection.sendall(encode(path is not None))
+            if path is None:
+                return
+            with path.open("rb") as content:
+                while True:
+                    start, num_bytes = read(stream)
+                    if connection.sendfile(content, start, num_bytes) < num_bytes:
+                        raise ComputeError(f"{path.name} is shorter than {start + num_bytes} bytes")
 
 
 def fetch(publication: Publication, name: str, secret: bytes) -> Path:
@@ -324,7 +319,6 @@ class SharedFolder:
                 self._lock.close()
 
     def close(self) -> None:
-        """Remove the folder. Idempotent."""
         shutil.rmtree(self.path, ignore_errors=True)
         self._lock.close()
 

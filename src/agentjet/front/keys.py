@@ -168,12 +168,12 @@ class Keys:
 
     def sign(self, episode_id: str, begun: float) -> str:
         """Returns the key of an episode that started at `begun` (Unix seconds)."""
-        return KEY_PREFIX + str(self._signer().dumps([episode_id, round(begun, 3)]))
+        return KEY_PREFIX + str(_signer(self._secrets["keys"], "episode").dumps([episode_id, round(begun, 3)]))
 
     def sign_session(self, role: Bearer) -> tuple[str, float]:
         """Returns the key of a new session, and its end in Unix seconds."""
         expires = math.floor(self.clock()) + SESSION_SECONDS
-        return SESSION_PREFIX + str(self._signer("session").dumps([role, expires])), float(expires)
+        return SESSION_PREFIX + str(_signer(self._secrets["keys"], "session").dumps([role, expires])), float(expires)
 
     def session(self, key: str) -> tuple[Bearer, float]:
         """Returns the role and the end of a session, ended or not. Raises `Unauthorized`."""
@@ -274,12 +274,9 @@ class Keys:
             raise ValueError(key)
         return _content(key.removeprefix(prefix), _present(self._secrets["keys"]), kind)
 
-    def _signer(self, kind: Literal["episode", "session"] = "episode") -> URLSafeSerializer:
-        return _signer(_present(self._secrets["keys"]), kind)
 
-
-def _signer(secret: str, kind: Literal["episode", "session"]) -> URLSafeSerializer:
-    return URLSafeSerializer(secret, salt=f"agentjet-{kind}-key")
+def _signer(secret: Secret, kind: Literal["episode", "session"]) -> URLSafeSerializer:
+    return URLSafeSerializer(_present(secret), salt=f"agentjet-{kind}-key")
 
 
 @lru_cache(4096)  # An agent sends its key with each call. Errors are not kept.

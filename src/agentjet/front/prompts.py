@@ -86,15 +86,8 @@ def prepare_prompt(
     match = tree.match(renderer.render(conversation, sampled=bodies))
     suffix = _tokenize_rest(renderer, match, "messages")
     tree.keep(asked)  # not of a prompt that is refused: it may have megabytes, and the episode lives on
-    return _prompt(
-        renderer,
-        tree,
-        match,
-        suffix,
-        key=asked.key,
-        ask=new_context(conversation, known, fingerprint),
-        fork=tree.fork_cause(asked, known, match),
-    )
+    ask, fork = new_context(conversation, known, fingerprint), tree.fork_cause(asked, known, match)
+    return _prompt(renderer, tree, match, suffix, key=asked.key, ask=ask, fork=fork)
 
 
 def _prompt(
@@ -175,16 +168,9 @@ def _prepare_raw(
     else:
         suffix = _ids_after(renderer, prompt, len(encoded) - len(match.suffix), encoded)
     after, end = _answered_prefix(renderer, tree, encoded, match.parent)
-    new = Message("prompt", renderer.show(encoded[end:]))
-    return _prompt(
-        renderer,
-        tree,
-        match,
-        suffix,
-        key=raw_key(prompt),
-        ask=NewContext((new,), after, fingerprint=fingerprint),
-        fork=tree.fork_cause(tree.identify(conversation), {}, match),
-    )
+    ask = NewContext((Message("prompt", renderer.show(encoded[end:])),), after, fingerprint=fingerprint)
+    fork = tree.fork_cause(tree.identify(conversation), {}, match)
+    return _prompt(renderer, tree, match, suffix, key=raw_key(prompt), ask=ask, fork=fork)
 
 
 def _prepare_ids(
@@ -195,15 +181,9 @@ def _prepare_ids(
     match, after = tree.match_tokens(ids)
     new = ids[tree.num_tokens(after) :] if after is not None else ids
     shown = Message("prompt", renderer.show(renderer.encode_tokens(new)))
-    return _prompt(
-        renderer,
-        tree,
-        match,
-        ids[match.kept :],
-        key=raw_key(ids),
-        ask=NewContext((shown,), after, fingerprint=fingerprint),
-        fork=tree.fork_cause(tree.identify(conversation), {}, match),
-    )
+    ask = NewContext((shown,), after, fingerprint=fingerprint)
+    fork = tree.fork_cause(tree.identify(conversation), {}, match)
+    return _prompt(renderer, tree, match, ids[match.kept :], key=raw_key(ids), ask=ask, fork=fork)
 
 
 def _tokenize_rest(renderer: Renderer, match: Match, asked: str) -> tuple[int, ...]:

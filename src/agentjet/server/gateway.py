@@ -53,7 +53,6 @@ from agentjet.server.training import Engine, TrainingLoop
 from agentjet.swarm import EpisodeRecord, Journal, SwarmState
 from agentjet.swarm.batches import check_rewards
 from agentjet.swarm.groups import AnsweredRollout, RolloutNeeded
-from agentjet.swarm.journal import Slice
 from agentjet.swarm.journal_file import create_segment, segments_of
 from agentjet.swarm.state import Host
 from agentjet.types import DEFAULT_RUN, JOURNAL
@@ -61,7 +60,6 @@ from agentjet.types import DEFAULT_RUN, JOURNAL
 log = logging.getLogger(__name__)
 
 LEASE_CHECK_SECONDS = 0.5
-"""Seconds between two checks of the leases."""
 DISK_RETRY_SECONDS = 2.0
 """Seconds between two attempts to write to a disk that refused."""
 ENDS_A_ROUND = 50
@@ -608,18 +606,13 @@ class Gateway:
             swarm.is_prune_due = False
             try:
                 for rows in await asyncio.to_thread(swarm.unneeded):
-                    if rows.schema:
-                        await self._prune_segment(rows)
-                    else:
+                    if not rows.schema:
                         swarm.prune(rows)
                         await self.commits.durable()
+                    elif self.fronted is None or not await self.fronted.prune(rows):  # Its front may be gone.
+                        await asyncio.to_thread(prune_file, swarm.file.segments[rows.schema], rows)
             except Later as later:  # The journal has logged it.
                 swarm.is_prune_due = True
                 await asyncio.sleep(later.retry_after)
             except Exception:  # The boundary: the journal must not grow without end.
                 log.exception("the journal could not be pruned; the next checkpoint tries again")
-
-    async def _prune_segment(self, rows: Slice) -> None:
-        """Deletes rows of the file of a front, or of one that is gone."""
-        if self.fronted is None or not await self.fronted.prune(rows):
-            await asyncio.to_thread(prune_file, self.swarm.file.segments[rows.schema], rows)

@@ -83,7 +83,6 @@ def view(episode: EpisodeRecord, *, expires_at: float | None = None) -> EpisodeV
 
 
 def _facts(episode: EpisodeRecord) -> dict[str, Any]:
-    """Returns the fields of `EpisodeView`, except `expires_at`."""
     same = EpisodeView.model_fields.keys() - {"episode_id", "reason", "expires_at"}
     renamed = {"episode_id": episode.id, "reason": episode.reason or episode.dropped}
     return renamed | {name: getattr(episode, name) for name in same}
@@ -209,7 +208,10 @@ def batch(journal: Journal, batch_id: int) -> Unfinished[BatchView]:
         raise NotFound(f"There is no batch {batch_id} in this run.", code="batch_not_found")
     record, before = newest[0], newest[1] if len(newest) > 1 else None
     groups, policies = journal.members_of(record.groups), journal.origin.named
-    uniform = [_is_uniform(journal, members, policies) for members in groups]
+    uniform = [
+        all(one.reward is not None for one in members) and is_uniform(journal, members, policies, of_turns=False)
+        for members in groups
+    ]
     dropped = _lost_episodes(journal, record, before)
 
     def finish(found: Advantages) -> BatchView:
@@ -225,11 +227,6 @@ def batch(journal: Journal, batch_id: int) -> Unfinished[BatchView]:
         )
 
     return Unfinished(members_with_recipe(journal, record, groups), finish)
-
-
-def _is_uniform(journal: Journal, members: Sequence[EpisodeRecord], policies: Sequence[str]) -> bool:
-    has_rewards = all(member.reward is not None for member in members)
-    return has_rewards and is_uniform(journal, members, policies, of_turns=False)
 
 
 def _group(members: Sequence[EpisodeRecord], zero_variance: bool, found: Advantages) -> BatchGroup:
@@ -360,7 +357,6 @@ def token_texts(pieces: Sequence[bytes], control: Mapping[int, str]) -> list[str
 
 
 def control_names(names: Mapping[str, Mapping[int, str]], role: str) -> Mapping[int, str]:
-    """Returns the control tokens of the policy of a role. `names` are those of the run, by policy."""
     return names.get(role.partition("/")[0]) or names.get(SOLE_POLICY, {})
 
 
@@ -370,7 +366,6 @@ def utf16_length(text: str) -> int:
 
 
 def runs(values: Iterable[Value]) -> list[tuple[Value, int]]:
-    """Returns equal neighbours as one value with their number."""
     return [(value, sum(1 for _ in same)) for value, same in groupby(values)]
 
 

@@ -382,7 +382,6 @@ class SwarmState(Store, Conversations):
     # ---- time ----------------------------------------------------------------------------------------------
 
     def expires_at(self, episode: EpisodeRecord) -> float:
-        """Time at which a live episode expires without activity."""
         return self.leases.expires_at(episode, self.job)
 
     def reap(self, most: int | None = None, *, first: str = "") -> list[EpisodeRecord]:
@@ -462,7 +461,6 @@ class Silence(NamedTuple):
     """Since a call or a heartbeat of it."""
 
     def cause(self, job: JobConfig) -> str:
-        """A phrase for the likely cause."""
         if is_gone(self.unheard, job.lease_seconds):
             return f"its client is gone: no heartbeat for {duration(self.unheard)}"
         return "does a tool hang?"
@@ -501,7 +499,6 @@ class Queries:
         return tuple(self.store.groups.values())
 
     def num_groups(self, state: str) -> int:
-        """Number of groups that are `open`, `closing` or `complete`."""
         return sum(group.state == state for group in self.store.groups.values())
 
     def group_size(self, episode: EpisodeRecord) -> int:
@@ -516,7 +513,6 @@ class Queries:
         return [self.store.episodes[member] for member in group.members]
 
     def silence(self, episode: EpisodeRecord) -> Silence:
-        """The silence of a live episode, and the times at which it ends."""
         job, now = self.store.job, self._clock()
         left = self.leases.expires_at(episode, job) - now
         last = episode.begun + job.max_episode_seconds - now
@@ -569,13 +565,11 @@ class Queries:
 
     @property
     def settings(self) -> JobSettings:
-        """The job settings in force, with their revision."""
         settings = self.store.settings
         assert settings is not None, "job settings are stored before they are used"
         return settings
 
     def holding(self) -> dict[str, int]:
-        """Number of live episodes of each client."""
         return dict(Counter(episode.client_id for episode in self.store.live()))
 
     def waiting_for(self, *, names_silent: bool = True) -> str:
@@ -644,7 +638,8 @@ def call_rewards(journal: Journal, episode_id: str, request: FinishRequest) -> d
     given: dict[str, float] = {}
     for role, rewards in request.by_turn.items():
         if role not in turns:
-            raise _refused(f"by_turn[{role!r}]: {_unknown(role, list(turns), 'role')}", "by_turn")
+            way_out = did_you_mean(role, list(turns), f"it has {', '.join(map(repr, turns)) or 'none'}")
+            raise _refused(f"by_turn[{role!r}]: the episode has no role {role!r}; {way_out}", "by_turn")
         if len(rewards) > len(turns[role]):
             raise _refused(
                 f"by_turn[{role!r}] has {len(rewards)} rewards, and the role has {len(turns[role])} calls that train: "
@@ -653,7 +648,8 @@ def call_rewards(journal: Journal, episode_id: str, request: FinishRequest) -> d
             )
         given |= dict(zip(turns[role], rewards, strict=False))
     calls = dict.fromkeys(call.id for call in journal.call_facts(episode_id))
-    for name, reward in _without_prefixes(request.by_call).items():
+    for sent, reward in request.by_call.items():
+        name = re.sub(r"^(chatcmpl|cmpl)-|^(resp|msg)_", "", sent)  # The `id` of an answer has its dialect in front.
         if name not in calls:
             raise _refused(f"by_call[{name!r}]: the episode has no such call; give the `id` of an answer", "by_call")
         given[name] = reward
@@ -666,16 +662,6 @@ def digest(request: FinishRequest) -> str:
         return ""
     sent = json.dumps([request.model_dump()[name] for name in ("by_call", "by_turn")], sort_keys=True)
     return hashlib.sha256(sent.encode()).hexdigest()[:16]
-
-
-def _without_prefixes(by_call: Mapping[str, float]) -> dict[str, float]:
-    """The ids of calls; those of answers have the prefix of their dialect, such as `chatcmpl-`."""
-    return {re.sub(r"^(chatcmpl|cmpl)-|^(resp|msg)_", "", name): reward for name, reward in by_call.items()}
-
-
-def _unknown(name: str, known: list[str], kind: str) -> str:
-    way_out = did_you_mean(name, known, f"it has {', '.join(map(repr, known)) or 'none'}")
-    return f"the episode has no {kind} {name!r}; {way_out}"
 
 
 def _refused(message: str, param: str) -> InvalidRequest:

@@ -278,17 +278,15 @@ def _trained_sequences(
     for role, tree in load_trees(journal, episode.id).items():
         if calls := trained_calls(tree, orphaned, counts[policy_of(role, policies)]):
             found[role] = RoleTokens(
-                [_trained_call(tree, call) for call in calls],
+                [
+                    TrainedCall(c.id, c.temperature, c.finish_reason, len(c.completion), tree.num_tokens(c.id))
+                    for c in calls
+                ],
                 call_rows(tree, calls, routes),
                 sum(tree.num_tokens(call.id) for call in calls),
             )
         tree.clear()
     return found
-
-
-def _trained_call(tree: ConversationTree, call: Call) -> TrainedCall:
-    end = tree.num_tokens(call.id)
-    return TrainedCall(call.id, call.temperature, call.finish_reason, len(call.completion), end)
 
 
 def trained_calls(tree: ConversationTree, orphaned: Container[str], count: Counter[str]) -> list[Call]:
@@ -472,7 +470,6 @@ class AdvantageHook:
     """
 
     def __init__(self, threads: hooks.PlugInThreads) -> None:
-        """`threads` call the hook of a plug-in."""
         self._threads = threads
         self._overdue: dict[str, str] = {}
         """A sentence about each recipe whose hook did not return in time."""
@@ -480,7 +477,6 @@ class AdvantageHook:
         """Held around the hook of a plug-in, so that many viewers of a page do not begin many threads."""
 
     async def __call__(self, members: Members) -> Advantages:
-        """Returns the advantages of the members."""
         try:
             batch = await asyncio.to_thread(members.batch)
         except ConfigError as error:

@@ -136,7 +136,6 @@ class EpisodeRecord:
 
     @property
     def counted_as(self) -> set[Outcome]:
-        """The counts that it belongs to."""
         return {self.outcome, "finished"} if self.status == "finished" else {self.outcome}
 
     @property
@@ -571,7 +570,6 @@ class Store(Transactions):
             return journal.unneeded(self.state, self._clock(), self.transcript_bytes)
 
     def prune(self, rows: Slice) -> None:
-        """Delete one slice of `unneeded`."""
         with self.transaction():
             self.journal.delete(rows)
 
@@ -657,7 +655,6 @@ class Store(Transactions):
 
 
 def _event_body(episode: EpisodeRecord) -> dict[str, Any]:
-    """The body of the event that an episode began or ended."""
     body: dict[str, Any] = {
         "episode_id": episode.id,
         "status": episode.status,
@@ -680,7 +677,8 @@ class Leases:
     """
 
     def __init__(self, clock: Callable[[], float], stopwatch: Callable[[], float]) -> None:
-        self._began = self._opened = clock()
+        self._began = self.epoch = clock()
+        """`epoch`: time from which leases count, the start or the end of the last `check_stall` that was late."""
         self._stopwatch = stopwatch
         self._checked_at = stopwatch()
         self.clients: dict[str, float] = {}
@@ -692,11 +690,6 @@ class Leases:
         self._ends: dict[str, int] = {}
         """Policy version that a client of `clients` trains to."""
 
-    @property
-    def epoch(self) -> float:
-        """Time from which leases count: the start of the server, or the end of the last `check_stall` that was late."""
-        return self._opened
-
     def check_stall(self) -> None:
         """Starts all leases again if the event loop was blocked for more than `STALL_SECONDS` before this check,
         because heartbeats of that time may still be queued. Call it before leases are judged.
@@ -704,14 +697,14 @@ class Leases:
         before, self._checked_at = self._checked_at, self._stopwatch()
         if self._checked_at - before > STALL_SECONDS:
             log.warning("the event loop was blocked for %.1f s: all leases start again", self._checked_at - before)
-            self._opened = self._clock()
+            self.epoch = self._clock()
 
     def expires_at(self, episode: EpisodeRecord, job: JobConfig) -> float:
         """Time at which a live episode expires without activity; at most its begin + `max_episode_seconds`."""
         last = episode.begun + job.max_episode_seconds
         if self._calling[episode.id]:
             return last
-        seen = max(self._last_seen.get(episode.id, episode.begun), self._opened)
+        seen = max(self._last_seen.get(episode.id, episode.begun), self.epoch)
         return min(seen + job.lease_seconds, last)
 
     def silent_seconds(self, episode: EpisodeRecord, *, since: float | None = None) -> float:
@@ -773,7 +766,6 @@ class Leases:
                 self.active(episode)
 
     def calling_now(self) -> frozenset[str]:
-        """The episodes with a call."""
         return frozenset(self._calling)
 
     def remove(self, episode: EpisodeRecord) -> Callable[[], None]:
