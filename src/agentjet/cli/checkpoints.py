@@ -118,7 +118,6 @@ def branch_from(
 
 
 def checkpoint_line(info: CheckpointInfo) -> str:
-    """A checkpoint as a line of text."""
     line = f"step {info.policy_version:6}  {datetime.fromtimestamp(info.created):%Y-%m-%d %H:%M:%S}  {info.path}"
     line += "" if info.score is None else f"  score {info.score:.4g}"
     return line + (f"  [{', '.join(info.tags)}]" if info.tags else "")
@@ -284,7 +283,6 @@ def _verified(
 
 
 def _flush(folder: Path) -> None:
-    """Syncs everything in a folder to disk."""
     from agentjet.server.checkpoints import flush
 
     for path in (*folder.rglob("*"), folder):

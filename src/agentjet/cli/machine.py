@@ -73,7 +73,6 @@ def doctor(config: Config = None, override: Override = None) -> None:
 
 
 def this_machine(settings: ServeConfig) -> Hardware:
-    """Returns the facts of this machine."""
     import psutil
 
     from agentjet.config import bfloat16_is_faster
@@ -351,7 +350,6 @@ class _Fit:
         return min(self.machine.gpus) if self.on_gpu else self.machine.memory
 
     def embedded(self) -> Iterator[Check]:
-        """Yields what the worker needs: a learner with the sampler's cache."""
         from agentjet.compute.memory import USABLE, SamplerRoom, embedded_need, states_need
 
         need = embedded_need(self.size.num_parameters, self.learning)
@@ -378,7 +376,6 @@ class _Fit:
         yield from self._offloaded(need, 1)
 
     def cluster(self, compute: ComputeConfig) -> Iterator[Check]:
-        """Yields what a rank and a replica need."""
         from agentjet.compute.memory import REPLICA_USABLE, USABLE, fewest_ranks, replica_limits, replica_need
 
         memory = self.device if self.on_gpu else self.machine.memory // compute.ranks

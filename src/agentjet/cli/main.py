@@ -232,7 +232,6 @@ def _is_loss(path: str) -> bool:
 
 
 def summary(recipe: type[Recipe]) -> str:
-    """Returns the first line of a recipe's description."""
     return cleandoc(recipe.__doc__ or recipe.__name__).partition("\n")[0]
 
 

@@ -19,7 +19,6 @@ from errno import EADDRNOTAVAIL
 from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import anyio.lowlevel
 
@@ -40,9 +39,6 @@ from agentjet.server.gateway import Gateway
 from agentjet.server.monitoring import LogFile, configure_handler, limit_process_logs
 from agentjet.server.runs import Runs
 from agentjet.types import DEFAULT_RUN, JOURNAL
-
-if TYPE_CHECKING:
-    pass
 
 log = logging.getLogger(__name__)
 _print = partial(print, flush=True)
@@ -193,7 +189,6 @@ def greet(gateway: Gateway, url: str, data_dir: Path) -> None:
 
 
 async def print_runs(runs: Runs) -> None:
-    """Prints a line for each batch of every run."""
     printed: set[Gateway] = set()
     async with asyncio.TaskGroup() as printers:
         while True:

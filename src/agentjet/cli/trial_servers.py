@@ -262,7 +262,6 @@ class LocalServerSlot:
 
 
 def local_slots(count: int) -> list[LocalServerSlot]:
-    """Slots that share the machine's cores."""
     threads = max(1, (os.cpu_count() or 1) // count)
     return [LocalServerSlot(number, threads) for number in range(1, count + 1)]
 
@@ -343,7 +342,6 @@ class RayCluster:
         self._loop.submit(process.stop()).result()
 
     def close(self) -> None:
-        """Ends all processes."""
         self._loop.run(self._placement.close())
         self._loop.stop()
 

@@ -147,7 +147,6 @@ async def _pause(seconds: float) -> None:
 async def _again(
     swarm: AsyncSwarm, snapshot: Snapshot, begun: float, on_snapshot: Callable[[Snapshot], None]
 ) -> Snapshot:
-    """Tries the server until it answers."""
     while True:
         await asyncio.sleep(REDRAW_SECONDS)
         try:

@@ -187,7 +187,6 @@ def is_installed(path: Path) -> bool:
 
 
 def has_environment(folders: Iterable[Path]) -> bool:
-    """True if one of the folders is a virtual environment of Python."""
     return any((folder / "pyvenv.cfg").is_file() for folder in folders)
 
 
@@ -286,7 +285,6 @@ def _is_young(listing: Listing, now: int) -> bool:
 
 
 def _write(listing: Listing, root: Path, place: Path) -> Path:
-    """Writes the copy; returns its root."""
     place.mkdir(parents=True)
     copy = place / root.name
     for folder in sorted(listing.folders):
@@ -390,7 +388,6 @@ class AgentVersion:
     code_version: str
     agent: Callable[..., Any]
     stamp: Stamp = ()
-    """The stamp of its files."""
     files: Mapping[Path, str] = field(default_factory=dict)
     """The hashes of the contents of the watched files."""
     activate: Callable[[], None] = lambda: None

@@ -258,7 +258,6 @@ class Command:
     shared_home: bool = False
     """Inherit HOME, the XDG folders and TMPDIR. Otherwise each episode has its own."""
     code_version: str = ""
-    """Code version of the program's source."""
     variables: Mapping[str, str] = field(default_factory=dict)
     """Variables that replace those of the inherited environment."""
     copies: Mapping[str, str] = field(default_factory=dict)

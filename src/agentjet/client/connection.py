@@ -441,7 +441,6 @@ class Connection:
         return None if not task.done() or task.cancelled() or task.exception() else task.result()
 
     async def status(self) -> StatusResponse:
-        """The server's present status."""
         return StatusResponse.model_validate(await self.request("GET", "/status"))
 
     async def events(self, after: int = 0) -> AsyncGenerator[Event]:

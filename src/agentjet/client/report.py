@@ -231,7 +231,6 @@ class Progress:
         self._failures: Counter[str] = Counter()
 
     def step(self, metrics: Mapping[str, float], note: str = "") -> None:
-        """A batch was learned."""
         names = {"reward": "reward/mean"} | {policy: f"{policy}/reward/mean" for policy in self.policies}
         parts = [f"{name} {metrics[metric]:.3f}" for name, metric in names.items() if metric in metrics]
         parts += filter(None, [given_text(metrics)])
@@ -251,7 +250,6 @@ class Progress:
             self._advance("")
 
     def notify(self, text: str) -> None:
-        """Show a message."""
         if self._wanted:
             print(text, flush=True)
 

@@ -239,7 +239,6 @@ class RolloutQueue:
         self._waiting[spec.task.task_set].appendleft(spec)
 
     def skip(self, task: Task) -> None:
-        """Record that the recipe skips a task at present."""
         self._skipped[task.task_set].add(task.id)
 
     def is_skipped(self, task_set: str) -> bool:

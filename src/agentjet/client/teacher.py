@@ -271,7 +271,6 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _events(answer: Mapping[str, Any], with_usage: bool) -> Iterator[dict[str, Any]]:
-    """An answer as the events of a stream."""
     head = {key: value for key, value in answer.items() if key not in ("choices", "usage")}
     head["object"] = "chat.completion.chunk"
     for choice in answer["choices"]:
@@ -357,7 +356,6 @@ class CollectedFile:
             self._read(file)
 
     def num_of(self, task: Task) -> int:
-        """Episodes of a task that are in the files."""
         return self._known[task_digest(task)]
 
     def add(self, task: Task, result: EpisodeResult, taught: TaughtEpisode) -> bool:

@@ -529,7 +529,6 @@ class SftTraining:
             raise ValueError(f"lr = {self.lr!r}: it is a number above 0")
 
     async def run(self) -> SftReport:
-        """See `AsyncSwarm.sft`."""
         started = time.monotonic()
         batches = self._batches()
         status = await self.connection.status()

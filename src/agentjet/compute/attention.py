@@ -89,7 +89,6 @@ class AttentionPlan(Protocol):
 
     def attend(self, call: LayerCall) -> Tensor:
         """Returns [N, H, E]."""
-        ...
 
 
 def _attention(

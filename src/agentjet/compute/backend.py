@@ -77,7 +77,6 @@ machine up to a third of a step.
 RANK_COMMAND = (sys.executable, "-P", "-m", "agentjet.compute")
 """The program of every rank. Its argument is `server.hook_timeout`."""
 OBSERVE_SECONDS = 1.0
-"""Seconds between two observations of the autoscalers."""
 DEATH_SECONDS = 5.0
 """Time in which the death of a learner is noticed whose weights could not be fetched."""
 STARTS = "starts"

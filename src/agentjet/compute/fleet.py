@@ -94,7 +94,6 @@ class Load:
         self.resize(num_places, cache_tokens)
 
     def resize(self, num_places: int, cache_tokens: int) -> None:
-        """Change the numbers that the replica can hold."""
         self.num_places, self.cache_tokens = num_places, cache_tokens
         self._max_keys = max(1, cache_tokens // BLOCK_TOKENS)
 
@@ -213,7 +212,6 @@ class ReplicaHandle(RoutedReplica):
 
     @property
     def version(self) -> int | None:
-        """The version that it serves."""
         return None if self.publication is None else self.publication.version
 
     @property
@@ -497,7 +495,6 @@ class Fleet(RoutedFleet):
 
     @property
     def replicas(self) -> list[ReplicaHandle]:
-        """The replicas that have not ended, oldest first."""
         return [replica for replica in self._lives if not replica.end.done()]
 
     def status(self) -> list[ProcessStatus]:
@@ -505,7 +502,6 @@ class Fleet(RoutedFleet):
         return [replica.status() for replica in self.replicas]
 
     def metrics(self) -> dict[str, float]:
-        """Returns the metrics of the replicas, and of the last publish."""
         return {
             "sampler/replicas": float(sum(replica.version is not None for replica in self.replicas)),
             "sampler/replicas_wanted": float(self.count),
@@ -515,7 +511,6 @@ class Fleet(RoutedFleet):
         }
 
     def facts(self) -> RoutingFacts:
-        """Returns what fronts need to know."""
         recent = frozenset(self._recent).union(one.version for one in self.replicas if one.version is not None)
         replicas = tuple(
             ReplicaFacts(
@@ -818,7 +813,6 @@ class Fleet(RoutedFleet):
             self._fail(ComputeError(text) if self.has_served else ConfigError(f"{text}. {WAY_OUT}"))
 
     async def _watch(self, replica: ReplicaHandle) -> None:
-        """End the replica if it hangs."""
         await replica.watchdog.hang(
             lambda: replica.num_messages,
             lambda: replica.has_work and (replica.is_adopting or not replica.is_suspended),

@@ -66,7 +66,6 @@ class Pass(Protocol):
 
         A longer single path is a micro-batch alone.
         """
-        ...
 
     def num_computed(self, forest: Forest) -> int:
         """Returns the number of tokens that a pass over this piece computes, with padding."""
@@ -77,7 +76,6 @@ class Pass(Protocol):
 
         Pieces must come in the order of `pieces`.
         """
-        ...
 
     def backward(self, hidden: Tensor, gradient: Tensor | None) -> None:
         """Do the backward pass of the last piece, from the gradient of its `hidden`; None if it has no target."""

@@ -151,11 +151,9 @@ class Sampler(Protocol):
 
         Raises `OutOfCache`, `GrammarError`, and `ComputeError` for token ids outside the vocabulary.
         """
-        ...
 
     async def score(self, policy: PolicyId, token_ids: Sequence[int], num_likeliest: int) -> list[TokenScore]:
         """Returns the log-probability of each token except the first, given those before it. Raises `ComputeError`."""
-        ...
 
 
 class Learner(Protocol):
@@ -166,18 +164,15 @@ class Learner(Protocol):
 
         The policy keeps it until the next `load_batch`, `publish` or `load`.
         """
-        ...
 
     async def forward_backward(self, op: Op, batch_id: int, loss: LossSpec) -> Outputs:
         """Add the gradient of a loss over the loaded batch to the accumulated gradient of the policy.
 
         Raises `ComputeError` if the policy has another batch, or none. A failure changes nothing.
         """
-        ...
 
     async def optim_step(self, op: Op, optimizer: OptimizerConfig) -> dict[str, float]:
         """Update the policy with the accumulated gradient, at the learning rate of its version; returns metrics."""
-        ...
 
     async def publish(
         self, policy: PolicyId, version: int, *, to_samplers: bool = True, in_turns: bool = False
@@ -187,14 +182,12 @@ class Learner(Protocol):
         Separate samplers keep their weights without `to_samplers`, which is for versions that are applied again. With
         `in_turns` they adopt in turn, so that the others sample.
         """
-        ...
 
     async def save(self, policy: PolicyId, path: Path) -> CheckpointStamp:
         """Write a checkpoint folder (`policy/`, `trainer.pt` or `trainer/`, `state.json`) atomically.
 
         Raises `CheckpointError`, and `OperationConflict` while a gradient waits for its `optim_step`.
         """
-        ...
 
     async def load(self, policy: PolicyId, path: Path) -> CheckpointStamp:
         """Verify a checkpoint folder, then restore weights, optimiser, version and operation number from it.
@@ -203,11 +196,9 @@ class Learner(Protocol):
 
         Raises `CheckpointError` for a damaged checkpoint, `ConfigError` for one made with other settings.
         """
-        ...
 
     async def export(self, policy: PolicyId, path: Path, *, adapter: bool = False) -> None:
         """Write the policy as a Hugging Face folder (LoRA merged), or its `adapter` as a PEFT folder, atomically."""
-        ...
 
 
 class Compute(Sampler, Learner, Protocol):
@@ -220,7 +211,6 @@ class Compute(Sampler, Learner, Protocol):
 
     def capabilities(self, settings: ComputeConfig) -> Capabilities:
         """Returns the features of the backend that the settings choose. Known before the first `add`."""
-        ...
 
     async def add(
         self, policy: PolicyId, model: ModelConfig, *, worker: str = "", settings: ComputeConfig = EMBEDDED
@@ -232,34 +222,27 @@ class Compute(Sampler, Learner, Protocol):
         get the weights with the next `publish`. Raises `ConfigError` if the model cannot be loaded, the settings cannot
         be honoured, or the worker has adapters of another base model or type.
         """
-        ...
 
     async def remove(self, policy: PolicyId) -> None:
         """Free a policy; its completions fail with `PolicyRemoved`. A worker without policies ends. Idempotent."""
-        ...
 
     async def died(self, policies: Sequence[PolicyId]) -> WorkerDied:
         """Wait until a worker of these policies ends unexpectedly; returns the reason. A hung worker is killed."""
-        ...
 
     def processes(self, policy: PolicyId) -> list[ProcessStatus]:
         """Returns the processes of a policy, ranks first. Empty for a policy that was not added."""
-        ...
 
     def samplers(self, policy: PolicyId) -> SamplersStatus | None:
         """Returns the sampler replicas of a policy; None without replicas, or for a policy that was not added."""
-        ...
 
     async def scale(self, policy: PolicyId, bounds: SamplerBounds) -> None:
         """Change the number of replicas of a policy, or its bounds; new ones start in the background.
 
         Raises `ConfigError` if the backend has no replicas or not enough GPUs.
         """
-        ...
 
     async def close(self) -> None:
         """Stop all workers and wait for their end. Idempotent."""
-        ...
 
 
 # ---- operations ------------------------------------------------------------------------------------------------------

@@ -40,11 +40,9 @@ class RecurrencePlan(Protocol):
 
     def convolve(self, layer: int, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Returns [N, C] for inputs [N, C] and the weight [C, W] of a causal convolution by channel."""
-        ...
 
     def scan(self, layer: int, inputs: Sequence[Tensor], step: Step) -> Tensor:
         """Returns [N, ...] of a recurrence over inputs [N, ...]; a step must keep the state where its inputs are 0."""
-        ...
 
 
 class Recurrence:

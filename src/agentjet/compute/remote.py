@@ -90,7 +90,6 @@ class RemoteFleet(RoutedFleet):
         return [replica for replica in self._connected.values() if not replica.end.done()]
 
     def update(self, facts: RoutingFacts) -> None:
-        """Take new facts."""
         self.facts, self.routes, self._failure = facts, facts.routes, facts.failure
         self._listed = {(one.name, one.address): one for one in facts.replicas}
         self.faults = {name: why for name, why in self.faults.items() if any(name == one for one, _ in self._listed)}
@@ -129,7 +128,6 @@ class RemoteFleet(RoutedFleet):
         super().end(replica, why, cause=cause, hung=hung)
 
     def work(self) -> dict[str, ReplicaWork]:
-        """Returns the work of each connected replica."""
         return {
             one.name: ReplicaWork(len(one.load.running), one.load.num_suspects, one.peer.num_messages)
             for one in self.replicas
@@ -225,7 +223,6 @@ class RemoteSamplers:
                 yield piece
 
     async def score(self, policy: PolicyId, token_ids: Sequence[int], num_likeliest: int) -> list[TokenScore]:
-        """See `Sampler.score`."""
         return await self._policy(policy).replicas.score(token_ids, num_likeliest)
 
     def _policy(self, policy: PolicyId) -> RemotePolicy:

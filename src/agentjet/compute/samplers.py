@@ -143,7 +143,6 @@ class Samplers:
         return self.replicas.num_waiting + sum(work.waiting for work in self._fronts.values())
 
     def metrics(self) -> dict[str, float]:
-        """Returns the metrics of the policy's sampling."""
         return {
             **self.replicas.fleet.metrics(),
             "sampler/resumed": float(self.replicas.num_resumed + self._num_resumed),
@@ -319,7 +318,6 @@ class Replicas(Generic[AnyFleet]):
             raise copy.copy(replica.end.result().reason) from None
 
     async def score(self, token_ids: Sequence[int], num_likeliest: int) -> list[TokenScore]:
-        """See `Sampler.score`."""
         work = RoutedCompletion(np.asarray(token_ids, np.int32), uses_cache=False)
         while True:
             replica = await self._place(work)

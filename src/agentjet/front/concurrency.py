@@ -68,7 +68,6 @@ class Turns:
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     async def turn(self) -> None:
-        """Waits for the next round that has room."""
         loop = asyncio.get_running_loop()
         if not self._waiting:
             loop.call_soon(self._round)
@@ -114,7 +113,6 @@ class Gate:
         return None if self._refusal is None else self._refusal()
 
     def open(self) -> None:
-        """Lets all calls in."""
         self._set(True)
 
     def hold(self) -> None:

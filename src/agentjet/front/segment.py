@@ -176,12 +176,10 @@ class Segment(Conversations):
         self._finishing.pop(episode_id, None)
 
     def prune(self, rows: Slice) -> None:
-        """Delete rows of this file."""
         with self.transaction():
             self.journal.delete(rows.of_own_file())
 
     def report(self) -> EpisodeActivity:
-        """Returns what happened since the last report."""
         heard, self._heard = self._heard, {}
         counted, self._counted = self._counted, set()
         counts = {name: CallCounts.of(self.episodes[name]) for name in counted if name in self.episodes}

@@ -48,16 +48,13 @@ class Fronts(Protocol):
 
     def address(self, front: int, url: str) -> str:
         """Returns the base URL of a front. `url` is a URL of this server, as the client reaches it."""
-        ...
 
     @property
     def addresses(self) -> tuple[str, ...]:
         """The base URLs of the fronts, as this machine reaches them if `server.front_url` is empty."""
-        ...
 
     def views(self) -> list[FrontView]:
         """Returns the present state of each front."""
-        ...
 
     async def ask(self, front: int, op: str, *args: Any) -> Any:
         """Returns the answer of a front. If it dies before that, the next one is asked."""
@@ -73,7 +70,6 @@ class Fronts(Protocol):
 
     async def batch(self, run: str, batch_id: int) -> tuple[dict[str, TrainingBatch], dict[str, float]]:
         """Returns forests and metrics of a batch, built by the front with the least load."""
-        ...
 
 
 class FrontGate(Gate):
@@ -132,7 +128,6 @@ class FrontedCalls:
         return max((sum(parts) for parts in self._busy.values()), default=0.0)
 
     def open(self) -> None:
-        """Opens the run on all fronts."""
         self.fronts.runs[self._policies.run] = self
         self.push()
 
@@ -152,12 +147,10 @@ class FrontedCalls:
         return policies.run, without_job(policies.config), state
 
     def push(self) -> None:
-        """Sends the present state to the fronts."""
         if self._policies.run in self.fronts.runs:
             self.fronts.tell("open", *self.opening())
 
     async def drained(self) -> None:
-        """Waits until no call is inside the gate on any front."""
         if self._policies.run in self.fronts.runs:
             await self.fronts.ask_all("drained", self._policies.run)
 
@@ -253,14 +246,12 @@ class FrontedCalls:
         self._num_calls[front] = report.num_calls
 
     def gone(self, front: int) -> None:
-        """Ends the calls of a front that is gone."""
         for context in self._calling.pop(front, {}).values():
             context.__exit__(None, None, None)
         self._busy[front] = sum(self._busy.get(front, (0.0, 0.0))), 0.0
         self._num_calls[front] = 0
 
     def renew_leases(self, fronts: set[int]) -> None:
-        """Renews the leases of the episodes of these fronts."""
         for episode in self._swarm.live():
             if self.front(episode) in fronts:
                 self._swarm.leases.renew(episode)

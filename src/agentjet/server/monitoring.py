@@ -405,11 +405,9 @@ class LoopLag:
         return next((gap for gap in self._gaps if gap.at > since), None)
 
     def recent(self) -> Gap | None:
-        """Returns the worst gap of the last `RECENT_SECONDS`."""
         return self.worst(self._monotonic() - RECENT_SECONDS)
 
     def now(self) -> float:
-        """Returns the monotonic time, for `worst`."""
         return self._monotonic()
 
     def _run(self) -> None:
@@ -539,7 +537,6 @@ class Machine:
         psutil.cpu_percent()  # The first value is meaningless: each one covers the time since the call before.
 
     async def view(self) -> MachineView:
-        """Returns the newest measurement."""
         async with self._lock:
             if self._view is None or time.monotonic() - self._measured_at > MACHINE_SECONDS:
                 self._view = await asyncio.to_thread(_measure)

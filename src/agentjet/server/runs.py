@@ -175,7 +175,6 @@ class Runs:
             return self._view(name)
 
     async def drain(self) -> None:
-        """Drains all runs: see `Gateway.drain`."""
         self._closing = True
         await _all_of(gateway.drain() for gateway in self.open_gateways())
 

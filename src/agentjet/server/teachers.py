@@ -241,7 +241,6 @@ class Teachers:
         return teaching is not None and teaching.is_endpoint
 
     def has_grades(self, batch: Batch) -> bool:
-        """True if the grades of a batch are stored."""
         return all(self._path(batch, name).exists() for name in self.policies.config.policy_names)
 
     def _path(self, batch: Batch, policy: str) -> Path:

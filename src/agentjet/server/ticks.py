@@ -171,7 +171,6 @@ class SharedAnswers(Generic[Answer]):
     """Answers to viewers that ask the same after the same tick."""
 
     def __init__(self, last_event: Callable[[], int]) -> None:
-        """`last_event` returns the number of the newest event on disk."""
         self._last_event = last_event
         self._answers: dict[str, _Shared[Answer]] = {}
 
@@ -192,6 +191,5 @@ class SharedAnswers(Generic[Answer]):
             raise
 
     def _forget(self, question: str, known: _Shared[Answer]) -> None:
-        """Releases an answer, which may be large."""
         if self._answers.get(question) is known:
             del self._answers[question]

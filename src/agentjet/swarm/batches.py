@@ -276,7 +276,6 @@ class Batches:
             self._journal.put_checkpoint(stamp)
 
     def check_checkpoint(self, stamp: CheckpointStamp) -> None:
-        """See `check_stamp`."""
         check_stamp(self._journal, self._store.state, stamp)
 
     def resume(self, stamp: CheckpointStamp | None) -> list[Batch]:

@@ -29,7 +29,6 @@ class Conversations(Transactions):
 
     @property
     def job(self) -> JobConfig:
-        """The settings in force."""
         raise NotImplementedError
 
     def episode(self, episode_id: str) -> EpisodeRecord:
@@ -140,7 +139,6 @@ class Conversations(Transactions):
             return load_trees(journal, episode_id)
 
     def keep_trees(self, episode_id: str, trees: dict[str, ConversationTree]) -> None:
-        """Keep the conversations of an episode in memory if it is live and they are not."""
         if self.episode(episode_id).status == "live":
             self.trees.setdefault(episode_id, trees)
 

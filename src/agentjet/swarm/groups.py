@@ -343,7 +343,6 @@ class GroupRules:
         self._store.journal.put_task(task.with_group(rewards, turns, first.policy_version))
 
     def question(self, group: Group) -> Undecided:
-        """The question to the recipe, whether to train a group."""
         members, recipe = [self._store.episodes[member] for member in group.members], self._store.job.recipe
         finished = FinishedGroup(
             task_id=members[0].task_id,

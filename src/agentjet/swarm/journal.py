@@ -242,7 +242,6 @@ class Journal:
 
     @classmethod
     def open_read_only(cls, path: Path) -> Self:
-        """See `JournalFile.open_read_only`."""
         return cls(JournalFile.open_read_only(path))
 
     @classmethod
@@ -293,7 +292,6 @@ class Journal:
 
     @property
     def num_groups(self) -> int:
-        """Number of groups that were opened."""
         return int(self._one("SELECT MAX(group_id) FROM episodes") or 0)
 
     def branch(self, recorded: Origin, branched_from: str) -> None:
@@ -336,7 +334,6 @@ class Journal:
     # ---- counts --------------------------------------------------------------------------------------------
 
     def count(self, kind: CountKind, name: str, number: int = 1, batch: int = 0) -> None:
-        """Add to a count."""
         self.file.db.execute(
             "INSERT INTO counts VALUES (NULL, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET number = number + excluded.number",
             (kind, batch, name, number),
@@ -352,7 +349,6 @@ class Journal:
         return dict.fromkeys(get_args(Outcome), 0) | self.counts("outcome")
 
     def forget_lost(self, batch: int) -> None:
-        """Delete the counts of what was lost before a batch."""
         self.file.db.execute(
             "DELETE FROM counts WHERE kind IN ('lost_groups', 'lost_episodes') AND batch < ?", (batch,)
         )
@@ -381,7 +377,6 @@ class Journal:
         )
 
     def code_version_ended(self, episode: EpisodeRecord) -> None:
-        """Count the outcome of an episode of a code version."""
         column = "not_needed" if episode.not_needed else "aborted" if episode.reward is None else "finished"
         self.file.db.execute(
             f"UPDATE code_versions SET {column} = {column} + 1, reward_sum = reward_sum + ? WHERE version = ?",
@@ -407,13 +402,11 @@ class Journal:
         return found
 
     def put_checkpoint(self, stamp: CheckpointStamp) -> None:
-        """Record a checkpoint as the one of its version."""
         self.file.db.execute("INSERT OR REPLACE INTO checkpoints VALUES (?, ?)", (stamp.policy_version, stamp.digest))
 
     # ---- episodes and groups -------------------------------------------------------------------------------
 
     def put_episode(self, episode: EpisodeRecord) -> None:
-        """Store a new or changed episode."""
         values = [
             (to_json(value) if value else "{}") if is_mapping else value
             for value, is_mapping in zip(_VALUES(episode), _IS_MAPPING, strict=True)
@@ -442,11 +435,9 @@ class Journal:
         )
 
     def unsettled_episodes(self) -> list[EpisodeRecord]:
-        """The unsettled ones, in the order they began."""
         return self._episodes("NOT settled ORDER BY seq", ())
 
     def episodes_of_group(self, group_id: int) -> list[EpisodeRecord]:
-        """The episodes of a group, in the order they began."""
         return self._episodes("group_id = ? ORDER BY seq", (group_id,))
 
     def members_of(self, groups: Sequence[Sequence[str]]) -> list[list[EpisodeRecord]]:
@@ -541,7 +532,6 @@ class Journal:
         self.file.db.execute("INSERT OR REPLACE INTO tasks (task_set, task_id, body) VALUES (?, ?, ?)", row)
 
     def forget_tasks(self) -> None:
-        """Forget the statistics of all tasks."""
         self.file.db.execute("DELETE FROM tasks")
 
     def add_instance(self, client_id: str, instance_id: str) -> None:
@@ -570,7 +560,6 @@ class Journal:
         )
 
     def last_call_number(self) -> int:
-        """The highest `seq` of a call, in all files."""
         return max(int(self._one(f"SELECT MAX(seq) FROM {schema}.calls") or 0) for schema in self._schemas)
 
     @property
@@ -607,7 +596,6 @@ class Journal:
         return [CallFacts(*row) for row in self.file.db.execute(f"{query} ORDER BY seq", (episode_id,))]
 
     def add_undelivered(self, call_ids: Iterable[str]) -> None:
-        """Record that these answers did not reach their agent."""
         self.file.db.executemany(
             "UPDATE main.calls SET undelivered = TRUE WHERE id = ?", [(call_id,) for call_id in call_ids]
         )
@@ -685,7 +673,6 @@ class Journal:
         )
 
     def remove_batches(self, start: int) -> None:
-        """Delete the batches from `start` on, learned or not."""
         self.file.db.execute("DELETE FROM operations WHERE batch_id >= ?", (start,))
         self.file.db.execute("DELETE FROM batches WHERE id >= ?", (start,))
 
@@ -702,7 +689,6 @@ class Journal:
         self.file.db.execute("UPDATE batches SET metrics = ? WHERE id = ?", (to_json(metrics), batch_id))
 
     def put_fingerprints(self, batch_id: int, fingerprints: Mapping[str, int]) -> None:
-        """Record the fingerprints of the weights that a batch led to, by policy."""
         self.file.db.execute("UPDATE batches SET fingerprint = ? WHERE id = ?", (to_json(fingerprints), batch_id))
 
     def fingerprints(self, batch_id: int) -> dict[str, int]:
@@ -879,7 +865,6 @@ def _sliced(table: str, rows: Iterable[Sequence[Any]], condition: str = "seq = ?
 
 
 def _conditions(query: EpisodeQuery) -> tuple[list[str], dict[str, Any]]:
-    """The SQL of the filters, and their values."""
     filters = EpisodeQuery.filters()
     values = query.model_dump(exclude_defaults=True, include={*filters})
     conditions = ["TRUE", *(filters[name].sql for name in values)]

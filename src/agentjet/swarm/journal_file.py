@@ -377,13 +377,11 @@ class JournalFile:
 
 
 def segments_of(journal: Path) -> list[Path]:
-    """The files of fronts that a journal has."""
     found = (journal.parent / SEGMENTS).glob("front-*.sqlite")
     return sorted(path for path in found if re.fullmatch(r"front-\d{1,3}", path.stem))
 
 
 def segment_of(journal: Path, front: int) -> Path:
-    """The file of a front."""
     return journal.parent / SEGMENTS / f"front-{front}.sqlite"
 
 

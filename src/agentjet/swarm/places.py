@@ -74,7 +74,6 @@ def carried(weights: Mapping[str, float], carry: Mapping[str, float], used: Mapp
 
 
 def weight(job: JobConfig, task_set: str) -> float | None:
-    """The weight of a set; None if it has none."""
     return job.task_weights.get(task_set, job.task_weights.get(OTHERS))
 
 
@@ -205,7 +204,6 @@ class Mixture:
     # ---- time ----------------------------------------------------------------------------------------------
 
     def remove_absent(self) -> None:
-        """Remove the sets that were absent for a lease."""
         if not self._store.job.task_weights:
             return
         now, lease = self._clock(), self._store.job.lease_seconds
@@ -358,7 +356,6 @@ class Places:
             raise
 
     def refused(self, request: BeginRequest) -> None:
-        """Record that the client waits."""
         self._waits[request.client_id, self._scope(request.task_set)] = self._clock() + KEPT_SECONDS
 
     def opened(self, request: BeginRequest) -> None:

@@ -78,7 +78,6 @@ class SamplingKeys(Distribution):
 
 
 def sampling_request(body: SamplingKeys, conversation: Conversation, max_tokens: int | None) -> CallRequest:
-    """Returns the canonical request of a body."""
     return CallRequest(
         conversation,
         max_tokens=max_tokens,

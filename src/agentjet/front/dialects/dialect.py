@@ -266,7 +266,6 @@ class ContentPart(Body):
 
 
 def text_of(content: str | Sequence[ContentPart] | None) -> str:
-    """Returns the text of a content."""
     if content is None or isinstance(content, str):
         return content or ""
     return "".join(f"[{p.omission}: this model reads text only]" if p.omission else p.text or "" for p in content)
@@ -340,7 +339,6 @@ class OpenAIError(BaseModel):
 
 
 def openai_error(error: RequestError) -> dict[str, Any]:
-    """Returns the body of an error."""
     kind = {Unauthorized: "authentication_error", Forbidden: "permission_error", NotFound: "not_found_error"}
     status = status_of(error)
     name = kind.get(type(error), "server_error" if status >= 500 else "invalid_request_error")
@@ -378,7 +376,6 @@ class AnswerHead:
 
 
 def call_of(last: CallChunk) -> Call:
-    """Returns the call of the last chunk of a choice."""
     assert last.call is not None, "the last chunk of a choice has its call"
     return last.call
 
@@ -451,7 +448,6 @@ class Blocks:
         self._has_answer = False
 
     def push(self, chunk: CallChunk) -> Iterator[BlockEvent]:
-        """Yields the events of a chunk."""
         parts = list(chunk.delta.parts)
         if chunk.call is not None and not self._has_answer and all(isinstance(part, Thought) for part in parts):
             parts.append("")  # Agents expect a text.

@@ -105,7 +105,6 @@ class GenerateBody(ChoicesBody):
 
 
 def translate(body: GenerateBody, _: CallLookup) -> CallRequest:
-    """Returns the canonical request."""
     conversation = Conversation((), prompt=tuple(body.token_ids), is_exact=True)
     request = sampling_request(body.sampling_params, conversation, body.sampling_params.max_tokens)
     return replace(request, stop_ids=tuple(body.sampling_params.stop_token_ids or ()), shows_tokens=True)

@@ -408,12 +408,10 @@ def to_tool_input(arguments: str) -> dict[str, Any]:
 
 
 def is_wrapped(value: dict[str, Any]) -> bool:
-    """True if the input is wrapped text."""
     return value.keys() == {WRAPPER_KEY} and isinstance(value[WRAPPER_KEY], str)
 
 
 def from_tool_input(value: dict[str, Any]) -> str:
-    """Returns the JSON text of an input."""
     return str(value[WRAPPER_KEY]) if is_wrapped(value) else json.dumps(value, ensure_ascii=False)
 
 

@@ -189,7 +189,6 @@ def to_custom_input(arguments: str) -> str:
 
 
 def from_custom_input(text: str) -> str:
-    """Returns the arguments for the input of a custom tool."""
     return json.dumps({"input": text}, ensure_ascii=False) if _object(text) is None else text
 
 
@@ -547,7 +546,6 @@ class ResponseEncoder(Encoder[ResponsesBody]):
             yield self._event("output_item.done", output_index=index, item=item)
 
     def _delta(self, event: BlockEvent) -> Payload:
-        """Returns the event of new text."""
         kind, is_text = PART_TYPES[event.block], event.block == "text"
         id_ = self._id("msg", "message") if is_text else self._id("rs", "reasoning")
         more: Payload = {"logprobs": []} if is_text else {}
@@ -578,7 +576,6 @@ class ResponseEncoder(Encoder[ResponsesBody]):
         yield self._event("output_item.done", output_index=index, item=item)
 
     def _text_item(self, event: BlockEvent, status: str) -> Payload:
-        """Returns the reasoning or the message of an answer."""
         part: Payload = {"type": PART_TYPES[event.block], "text": event.text}
         if event.block == "text":
             part |= {"annotations": [], "logprobs": []}
@@ -648,7 +645,6 @@ def _tool(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def responses_error(error: RequestError) -> Payload:
-    """Returns the body of an error."""
     body = openai_error(error)
     if error.param == "messages" and error.code != "unknown_parameter":  # That error has the body's own name.
         body["error"]["param"] = "input"
