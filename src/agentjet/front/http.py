@@ -360,6 +360,8 @@ class RunScope:
     """None for a run that answers no calls here: fronts do, or it is one of `agentjet look`."""
     job: Callable[[], JobConfig] | None = None
     """Returns the settings of the job in force, for a run whose calls fronts answer."""
+    elsewhere: Callable[[str, HTTPConnection], RequestError] | None = None
+    """Returns the refusal of a call of an episode, which names its front, for a run whose calls fronts answer."""
     refuse_foreign: Callable[[str], None] = lambda token: None
     """Raises `Forbidden` if another run has this token or key."""
 
@@ -521,7 +523,10 @@ class Guard:
 
 
 def _check_episode_key(run: RunScope, request: Request) -> None:
-    request.state.episode_id = run.keys.episode(key_of(request), run.max_age())
+    episode_id = run.keys.episode(key_of(request), run.max_age())
+    if run.elsewhere is not None:
+        raise run.elsewhere(episode_id, request)
+    request.state.episode_id = episode_id
 
 
 EPISODE_KEY = [Depends(Guard(_check_episode_key))]
@@ -576,7 +581,7 @@ class GuardedRoute(APIRoute):
 
 
 class Presence:
-    """Whether the client of a request is there. The body must have been read: the next message is then the disconnect.
+    """Watches the client of a request. The body must have been read: the next message is then the disconnect.
 
     One task waits for it, until the connection or the response ends.
     """
