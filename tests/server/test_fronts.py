@@ -2,12 +2,14 @@
 
 1. The addresses that agents get.
 2. The server's own port answers every request as without fronts, except calls with the key of an episode.
-3. A call that crashes several workers is given up by its front, which counts the workers as the server does.
+3. A front that is frozen while it starts is replaced.
+4. A call that crashes several workers is given up by its front, which counts the workers as the server does.
 """
 
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from contextlib import closing
 from pathlib import Path
@@ -22,6 +24,7 @@ from agentjet.config import ServeConfig
 from agentjet.errors import RequestError
 from agentjet.front.calls import MAX_CRASHES, CallRequest
 from agentjet.front.http import listen
+from agentjet.fronts import supervision
 from agentjet.fronts.supervision import FrontProcesses
 from agentjet.protocol import BeginRequest, status_of
 from agentjet.types import Conversation, Message
@@ -49,6 +52,40 @@ def test_addresses(front_url: str, asked: str, address: str) -> None:
     with closing(listen("127.0.0.1", 0)) as first, closing(listen("127.0.0.1", 0)) as second:
         fronts = FrontProcesses(config, compute, [first, second], time.time)
         assert fronts.address(1, asked) == address.replace("{port}", str(second.getsockname()[1]))
+
+
+CONNECTS = "from agentjet.processes.rpc import Link; import time; link = Link.from_environment(); time.sleep(1000)"
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("code", "seconds", "said"),
+    [("import time; time.sleep(1000)", 0.2, "did not connect"), (CONNECTS, 5.0, "did not answer 'begin'")],
+)
+async def test_a_front_that_is_frozen_while_it_starts_is_replaced(
+    code: str,
+    seconds: float,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(supervision, "COMMAND", (sys.executable, "-c", code))
+    monkeypatch.setattr(supervision, "START_SECONDS", seconds)
+    settings = {"server": {"data_dir": tmp_path, "fronts": 1}, "compute": {"backend": "cluster"}}
+    compute = cast(ProcessCompute, SimpleNamespace(front_gone=lambda front: None, policies=()))
+    with closing(listen("127.0.0.1", 0)) as listener:
+        fronts = FrontProcesses(ServeConfig.model_validate(settings), compute, [listener], time.time)
+        fronts.start()
+        try:
+            async with asyncio.timeout(120):
+                while f"front-0 {said} for {seconds:g} s" not in caplog.text:
+                    await asyncio.sleep(0.05)
+                starts = fronts.views()[0].starts
+                while fronts.views()[0].starts == starts:
+                    await asyncio.sleep(0.05)
+        finally:
+            await fronts.close()
 
 
 KEY = "THE-KEY"

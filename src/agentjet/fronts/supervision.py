@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 COMMAND = (sys.executable, "-P", "-m", "agentjet.fronts")
 REPORT_SECONDS = 0.5
 """Seconds between two reports of a front."""
+START_SECONDS = 60.0
+"""Time for a front to connect, and to answer each message before it serves agents. Its imports take 2 s of CPU time."""
 HUNG_SECONDS = 20.0
 """A front that does not report for so long is killed and replaced."""
 SETTLE_SECONDS = 0.02
@@ -208,25 +210,31 @@ class FrontProcesses:
             await asyncio.sleep(delay)
 
     async def _serve(self, handle: FrontHandle) -> None:
-        """Starts a process and reads its reports until it ends or hangs. Raises `WorkerDied`, or `TimeoutError`."""
+        """Starts a process and reads its reports until it ends or hangs, which raises `WorkerDied`."""
         assert self._supervisor is not None
         name = f"front-{handle.index}"
         number = handle.listener.fileno()
         path = self._config.server.data_dir.resolve() / "logs" / f"{name}.log"
         launch = Launch(name, COMMAND, path, {SOCKET: str(number)}, sockets=[number])
         handle.starts += 1
-        peer = await self._supervisor.start(launch)
+        peer = await self._supervisor.start(launch, timeout=START_SECONDS)
         handle.peer = peer
+
+        async def prepare(op: str, *args: Any) -> None:
+            try:
+                async with asyncio.timeout(START_SECONDS):
+                    await peer.ask(op, None, *args)
+            except TimeoutError:
+                raise WorkerDied(f"{name} did not answer {op!r} for {START_SECONDS:g} s") from None
+
         offset = self._clock() - time.monotonic()
-        settings = FrontSettings(handle.index, self.addresses, without_job(self._config), offset)
-        async with asyncio.timeout(HUNG_SECONDS * 3):
-            await peer.ask("begin", None, settings)
-            for run in list(self.runs.values()):  # Runs and policies come and go meanwhile: all fronts are told.
-                if run in self.runs.values():
-                    await peer.ask("open", None, *run.opening())
-            for policy in list(self._compute.policies):
-                await peer.ask("replicas", None, self._compute.replicas(policy))
-            await peer.ask("listen", None)
+        await prepare("begin", FrontSettings(handle.index, self.addresses, without_job(self._config), offset))
+        for run in list(self.runs.values()):  # Runs and policies come and go meanwhile: all fronts are told.
+            if run in self.runs.values():
+                await prepare("open", *run.opening())
+        for policy in list(self._compute.policies):
+            await prepare("replicas", self._compute.replicas(policy))
+        await prepare("listen")
         handle.reported = time.monotonic()
         handle.ready.set()
         reading = asyncio.create_task(self._read_reports(handle, peer))

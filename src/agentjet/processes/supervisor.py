@@ -58,8 +58,9 @@ class Supervisor:
         """Those that have not ended, by name."""
         self._listener = Listener(host, self.secret, self._claim)
 
-    async def start(self, launch: Launch, *, sign_seconds: float = 0.0) -> Peer:
-        """Start a process and wait until it connects. `sign_seconds`: the interval of its signs of work, if above 0.
+    async def start(self, launch: Launch, *, sign_seconds: float = 0.0, timeout: float = CONNECT_SECONDS) -> Peer:
+        """Start a process and wait until it connects, `timeout` seconds at most. `sign_seconds`: the interval of its
+        signs of work, if above 0.
 
         Raises the errors of `Placement.start`, or `NotStarted` if it ends before. Then no process is left.
         """
@@ -73,9 +74,9 @@ class Supervisor:
             self._processes[name] = process
             process.ended.add_done_callback(lambda _: self._forget(name, process))
             try:
-                await first_of(connection, process.ended, timeout=CONNECT_SECONDS)
+                await first_of(connection, process.ended, timeout=timeout)
                 if not connection.done():
-                    late = ProcessEnd(f"did not connect for {CONNECT_SECONDS:g} s; see {launch.log_path}")
+                    late = ProcessEnd(f"did not connect for {timeout:g} s; see {launch.log_path}")
                     raise NotStarted(name, process.ended.result() if process.ended.done() else late)
                 tune(connection.result(), unanswered_seconds=UNANSWERED_SECONDS)
                 return Peer(name, *await asyncio.open_connection(sock=connection.result()), process)
