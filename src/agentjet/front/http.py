@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import gc
 import json
 import logging
@@ -21,6 +22,7 @@ import resource
 import socket
 import ssl
 import sys
+import termios
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -293,7 +295,16 @@ class LimitedConnection(HttpToolsProtocol):
             return
         if self._deadline is not None:
             self._deadline.cancel()
-        self._deadline = None if seconds is None else self.loop.call_later(seconds, self.transport.abort)
+        self._deadline = None if seconds is None else self.loop.call_later(seconds, self._end)
+
+    def _end(self) -> None:
+        """Closes the connection, unless this process is late: it has not read what the client sent."""
+        is_early = not self._in_head and self.cycle is not None and self.cycle.response_complete
+        unread = fcntl.ioctl(self.transport.get_extra_info("socket"), termios.FIONREAD, bytes(4))
+        if self.flow.write_paused or is_early or not (self.flow.read_paused or any(unread)):
+            self.transport.abort()
+        else:
+            self._must_end_within(self._limits.header_seconds)
 
     def _refuse_headers(self) -> None:
         if self.cycle is None or self.cycle.response_complete:  # Else an earlier request is being answered.

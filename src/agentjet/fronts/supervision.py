@@ -10,6 +10,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from agentjet.compute.backend import ProcessCompute
@@ -18,7 +19,7 @@ from agentjet.errors import AgentJetError, Unavailable, WorkerDied
 from agentjet.fronts.process import SOCKET, FrontReport, FrontSettings
 from agentjet.processes.guardian import Launch
 from agentjet.processes.rpc import Peer
-from agentjet.processes.supervisor import LocalPlacement, Supervisor, Watchdog, first_of
+from agentjet.processes.supervisor import LocalPlacement, Supervisor, Watchdog, first_of, starved_seconds
 from agentjet.protocol import FrontView
 from agentjet.server.fronts import FrontedCalls, without_job
 from agentjet.server.run_policies import all_of
@@ -33,7 +34,11 @@ REPORT_SECONDS = 0.5
 START_SECONDS = 60.0
 """Time for a front to connect, and to answer each message before it serves agents. Its imports take 2 s of CPU time."""
 HUNG_SECONDS = 20.0
-"""A front that does not report for so long is killed and replaced."""
+"""A front that does not report for so long is killed and replaced.
+
+Time in which it waits for a core does not count: its end would break its agents' connections, and the next one would
+be as slow.
+"""
 SETTLE_SECONDS = 0.02
 """A fleet changes several times in a row."""
 MAX_DELAY = 10.0
@@ -220,15 +225,16 @@ class FrontProcesses:
         peer = await self._supervisor.start(launch, timeout=START_SECONDS)
         handle.peer = peer
 
-        async def prepare(op: str, *args: Any) -> None:
+        async def prepare(op: str, *args: Any) -> Any:
             try:
                 async with asyncio.timeout(START_SECONDS):
-                    await peer.ask(op, None, *args)
+                    return await peer.ask(op, None, *args)
             except TimeoutError:
                 raise WorkerDied(f"{name} did not answer {op!r} for {START_SECONDS:g} s") from None
 
         offset = self._clock() - time.monotonic()
-        await prepare("begin", FrontSettings(handle.index, self.addresses, without_job(self._config), offset))
+        settings = FrontSettings(handle.index, self.addresses, without_job(self._config), offset)
+        starved = partial(starved_seconds, await prepare("begin", settings))
         for run in list(self.runs.values()):  # Runs and policies come and go meanwhile: all fronts are told.
             if run in self.runs.values():
                 await prepare("open", *run.opening())
@@ -238,7 +244,8 @@ class FrontProcesses:
         handle.reported = time.monotonic()
         handle.ready.set()
         reading = asyncio.create_task(self._read_reports(handle, peer))
-        hang = asyncio.create_task(Watchdog(HUNG_SECONDS).hang(lambda: peer.num_messages, lambda: bool(peer.pending)))
+        dog = Watchdog(HUNG_SECONDS)
+        hang = asyncio.create_task(dog.hang(lambda: peer.num_messages, lambda: bool(peer.pending), starved))
         try:
             await first_of(reading, hang)
             if not reading.done():

@@ -145,15 +145,30 @@ class Watchdog:
         self._silence += min(elapsed, 2 * self.interval)
         return self._silence >= self.timeout
 
-    async def hang(self, num_messages: Callable[[], int], has_work: Callable[[], bool]) -> None:
-        """Return when the processes hang."""
-        now = asyncio.get_running_loop().time
+    async def hang(
+        self, num_messages: Callable[[], int], has_work: Callable[[], bool], starved: Callable[[], float] = float
+    ) -> None:
+        """Return when the processes hang. `starved` returns seconds that they waited for a core; these do not count."""
+
+        def now() -> float:
+            return loop.time() - starved()
+
+        loop = asyncio.get_running_loop()
         checked = now()
         while True:
             await asyncio.sleep(self.interval)
             before, checked = checked, now()
-            if self.hangs(checked - before, num_messages(), has_work=has_work()):
+            if self.hangs(max(0.0, checked - before), num_messages(), has_work=has_work()):
                 return
+
+
+def starved_seconds(pid: int) -> float:
+    """Returns the seconds in which threads of a process were ready to run and had no core. 0 if the system hides it."""
+    nanoseconds = 0
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            nanoseconds += int((thread / "schedstat").read_text().split()[1])
+    return nanoseconds / 1e9
 
 
 async def first_of(*futures: asyncio.Future[Any], timeout: float | None = None) -> None:
