@@ -196,21 +196,21 @@ class FrontProcesses:
         """Keeps a front alive. Boundary: a failure ends one process."""
         delay = 0.0
         while True:
-            reported = handle.reported
+            reported, why, bug = handle.reported, "", None
             try:
                 await self._serve(handle)
             except Exception as error:
-                is_known = isinstance(error, AgentJetError | OSError | TimeoutError)
-                text = str(error) or type(error).__name__
-                log.warning("front %d: %s; it is replaced", handle.index, text, exc_info=None if is_known else error)
+                why, bug = str(error), None if isinstance(error, AgentJetError | OSError) else error
             finally:
                 handle.ready.clear()
                 peer, handle.peer = handle.peer, None
                 if peer is not None:
-                    await peer.stop()
+                    has_ended, how = peer.died.done(), await peer.stop()
+                    why = f"{peer.name} {how}" if has_ended else why
                 self._compute.front_gone(handle.index)
                 for run in self.runs.values():
                     run.gone(handle.index)
+            log.warning("front %d: %s; it is replaced", handle.index, why or type(bug).__name__, exc_info=bug)
             delay = 0.0 if handle.reported != reported else min(MAX_DELAY, max(0.25, 2 * delay))
             await asyncio.sleep(delay)
 
