@@ -54,6 +54,19 @@ def test_addresses(front_url: str, asked: str, address: str) -> None:
         assert fronts.address(1, asked) == address.replace("{port}", str(second.getsockname()[1]))
 
 
+def test_a_front_whose_report_is_overdue_is_late() -> None:
+    config = ServeConfig.model_validate({"server": {"fronts": 1}, "compute": {"backend": "cluster"}})
+    with closing(listen("127.0.0.1", 0)) as listener:
+        fronts = FrontProcesses(config, cast(ProcessCompute, SimpleNamespace()), [listener], time.time)
+        handle = fronts._handles[0]
+        handle.reported, handle.lag = time.monotonic() - 1000, 0.25
+        assert fronts.views()[0].lag == 0, "it starts"
+        handle.ready.set()
+        assert fronts.views()[0].lag > 900
+        handle.reported += 2000
+        assert fronts.views()[0].lag == 0.25
+
+
 CONNECTED = "from agentjet.processes.rpc import Link; import time; link = Link.from_environment()"
 
 

@@ -64,6 +64,12 @@ class FrontHandle:
     lag: float = 0.0
 
     @property
+    def present_lag(self) -> float:
+        """Longest delay in seconds of the event loop in the last report, or that of the next report."""
+        overdue = time.monotonic() - self.reported - REPORT_SECONDS
+        return max(self.lag, overdue) if self.ready.is_set() else 0.0
+
+    @property
     def is_silent(self) -> bool:
         return not self.ready.is_set() or time.monotonic() - self.reported > 4 * REPORT_SECONDS
 
@@ -127,7 +133,7 @@ class FrontProcesses:
                 ready=one.ready.is_set(),
                 calls=one.calls,
                 load=one.load,
-                lag=one.lag,
+                lag=one.present_lag,
                 starts=one.starts,
             )
             for one in self._handles
