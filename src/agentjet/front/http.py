@@ -38,6 +38,7 @@ from fastapi.routing import APIRoute
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from fastapi.security.utils import get_authorization_scheme_param
 from pydantic import BaseModel, TypeAdapter, ValidationError
+from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, HTTPConnection
@@ -314,7 +315,7 @@ class LimitedConnection(HttpToolsProtocol):
         self.transport.close()
 
 
-def uvicorn_config(app: FastAPI, server: ServerConfig) -> uvicorn.Config:
+def uvicorn_config(app: Starlette, server: ServerConfig) -> uvicorn.Config:
     """Returns uvicorn's settings for `app`. The caller provides the sockets."""
     return uvicorn.Config(
         app,
