@@ -430,7 +430,13 @@ def served(fronts: int = 0, checkout: Path = ROOT) -> Iterator[dict[str, Any]]:
         command = [sys.executable, "-m", "bench.front", "serve", json.dumps([str(data_dir), fronts])]
         with started(command, Path(folder) / "serve.log", environment={"PYTHONPATH": path}) as url:
             pid = next(one.pid for one in psutil.Process().children() if one.cmdline()[1:] == command[1:])
-            yield {"url": url, "data_dir": str(data_dir), "pid": pid}
+            try:
+                yield {"url": url, "data_dir": str(data_dir), "pid": pid}
+            except BaseException:  # Else the reason is gone with the folder.
+                logs = [Path(folder) / "serve.log", *sorted((data_dir / "logs").glob("*.log"))]
+                for log in logs:
+                    print(f"{log.name}: {log.read_text(errors='replace')[-3000:]}", file=sys.stderr)
+                raise
 
 
 def measure(checkout: Path = ROOT) -> dict[str, float]:

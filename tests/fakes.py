@@ -19,6 +19,7 @@ from agentjet.config import ComputeConfig, ModelConfig, OptimizerConfig, ServeCo
 from agentjet.errors import ConfigError, OutOfCache, PolicyRemoved, WorkerDied
 from agentjet.front.calls import CallChunk, CallRequest
 from agentjet.protocol import BeginRequest, CallView, EpisodeQuery, EpisodeTree, FinishRequest, JobBody
+from agentjet.server.fronts import Fronts
 from agentjet.server.gateway import Gateway
 from agentjet.server.read import job_of
 from agentjet.server.runs import Runs
@@ -492,6 +493,7 @@ async def running(
     prepare: Callable[[ScriptedCompute], None] = lambda compute: None,
     wait_ready: bool = True,
     now: float = 1_000_000.0,
+    make_fronts: Callable[[ServeConfig, ScriptedCompute, Clock], Fronts] | None = None,
 ) -> AsyncIterator[Running]:
     """Runs on `data_dir`, started at the time `now` and closed again. The job is two groups of two unless `job` says
     otherwise.
@@ -509,7 +511,8 @@ async def running(
     clock, stopwatch = Clock(now), Clock()
     compute = ScriptedCompute(card, script or saying(lambda prompt: "hi"))
     prepare(compute)
-    runs = Runs(config, compute, clock=clock, stopwatch=stopwatch)
+    fronts = None if make_fronts is None else make_fronts(config, compute, clock)
+    runs = Runs(config, compute, clock=clock, stopwatch=stopwatch, fronts=fronts)
     runs.default.engine._sleep = lambda seconds: asyncio.sleep(0)  # Pauses after repeated crashes.
     try:
         await runs.start()

@@ -21,8 +21,9 @@ repeated by the SDK: only the wire, the end of the gateway or that of a front ma
 `calls_stale` are those of episodes that the server ended because their tokens were older than `max_staleness`. `lost`
 are acknowledged episodes, rewards, aborts and calls that the journal does not have. `failover_s` is the 95th percentile
 of the seconds from a kill to the next token of each completion of the dead replica. `all_replicas_dead_s` is the same
-if no replica was left; then a new one must start. `front_s` is that of the seconds until a killed front answers again.
-`fronts_ended` are fronts that ended without being killed.
+if no replica was left; then a new one must start. With fronts, which have the completions, neither is measured. Then
+`front_s` is the percentile of the seconds until a killed front answers again, and `fronts_ended` are fronts that ended
+without being killed.
 """
 
 from __future__ import annotations
@@ -327,9 +328,6 @@ class Run:
         self, scene: Scene, found: Audit, checked: tuple[int, int], equal: bool, seconds: float
     ) -> dict[str, Any]:
         said = scene.server.said
-        fronts = [fact["after"] for fact in said if "after" in fact]
-        failovers = [fact["failover"] for fact in said if fact.get("survives")]
-        all_dead = [fact["failover"] for fact in said if "failover" in fact and not fact["survives"]]
         return {
             "faults": scene.tally.faults.total(),
             "by_kind": dict(sorted(scene.tally.faults.items())),
@@ -343,18 +341,28 @@ class Run:
             "tokens_checked": checked[0],
             "wrong_versions": checked[1],
             "weights_equal": equal,
-            "failover_s": round(percentile(failovers, 95), 3),
-            "failover_max_s": round(max(failovers, default=0.0), 3),
-            "failovers": len(failovers),
-            "all_replicas_dead_s": round(percentile(all_dead, 95), 3),
+            **self._failovers(scene.server.said),
             "fronts_ended": self._fronts_ended(scene.server),
-            "front_s": round(percentile(fronts, 95), 1),
             "gateway_s": round(percentile(scene.tally.gateway_s, 95), 1),
             "unexpected_ends": scene.tally.unexpected,
             "batches": found.batches,
             "episodes": {"begun": found.begun, "finished": found.finished, "trained": found.trained}
             | {"waiting": found.waiting, "dropped": found.dropped, **found.unscored},
             "seconds": round(seconds),
+        }
+
+    def _failovers(self, said: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Returns the seconds until the work of a dead process goes on. The gateway cannot see that of fronts."""
+        if self.fronts:
+            seconds = [fact["after"] for fact in said if "after" in fact]
+            return {"front_s": round(percentile(seconds, 95), 1)}
+        failovers = [fact["failover"] for fact in said if fact.get("survives")]
+        all_dead = [fact["failover"] for fact in said if "failover" in fact and not fact["survives"]]
+        return {
+            "failover_s": round(percentile(failovers, 95), 3),
+            "failover_max_s": round(max(failovers, default=0.0), 3),
+            "failovers": len(failovers),
+            "all_replicas_dead_s": round(percentile(all_dead, 95), 3),
         }
 
     def _fronts_ended(self, server: Server) -> int:

@@ -61,6 +61,22 @@ async def test_a_run_is_drained_after_its_gate_was_shut(tmp_path: Path) -> None:
         await front._close(run)
 
 
+@pytest.mark.parametrize("path", ["/", "/swarm/v1/status", "/swarm/v1/episodes", "/metrics", "/healthz", "/readyz"])
+async def test_a_front_says_where_the_server_is(tmp_path: Path, path: str) -> None:
+    config = ServeConfig.model_validate({"server": {"data_dir": str(tmp_path), "port": 8400}})
+    Journal.open(tmp_path / "runs" / DEFAULT_RUN / JOURNAL).close()
+    front: Any = Front(cast(Link, SimpleNamespace(name="front-0")))
+    await front._begin(FrontSettings(0, ADDRESSES, config, 0.0))
+    await front._open(DEFAULT_RUN, config, state(is_open=True))
+    transport = httpx.ASGITransport(front._app())
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+        answer = await client.get(path)
+        assert answer.status_code == 404
+        assert "This is front 0" in answer.text and "to the server, at port 8400 (server.port)" in answer.text
+        assert (await client.head("/")).status_code == 200, "agents check their base URL"
+    await front._close(DEFAULT_RUN)
+
+
 ADDRESSES = tuple(f"https://agents.example/f{front}" for front in range(2))
 
 

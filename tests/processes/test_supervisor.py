@@ -5,17 +5,24 @@
 3. steps give a sign of work; so do CPU time (that of children included) and waiting for a disk, except in code that
    counts its steps; idleness gives none;
 4. a system that does not show a process for a while does not end its signs;
-5. the error of a process that did not start can be copied, as errors of processes are.
+5. time in which processes waited for a core is no silence;
+6. the error of a process that did not start can be copied, as errors of processes are.
 The same on processes that were stopped: `tests/compute/test_worker.py`, `tests/cluster/test_rank_process.py`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import errno
+import os
 import pickle
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 
 import psutil
 import pytest
@@ -24,7 +31,7 @@ from agentjet.errors import AgentJetError, ContextOverflow, NotFound, Unavailabl
 from agentjet.processes import progress
 from agentjet.processes.guardian import ProcessEnd
 from agentjet.processes.progress import StepCounter, show_progress
-from agentjet.processes.supervisor import NotStarted, Watchdog
+from agentjet.processes.supervisor import CHECKS_PER_TIMEOUT, NotStarted, Watchdog, starved_seconds
 
 TIMEOUT = 100.0
 
@@ -55,6 +62,32 @@ def test_the_time_in_which_the_server_was_stopped_does_not_count() -> None:
     assert not dog.hangs(3600.0, 7, has_work=True)
     assert not dog.hangs(dog.interval, 8, has_work=True)  # What was sent in that hour is read now.
     assert checks_until_it_hangs(dog, most=9) is None
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("is_starved", [True, False])
+async def test_the_time_without_a_core_does_not_count(is_starved: bool) -> None:
+    loop, dog = asyncio.get_running_loop(), Watchdog(0.1)
+    hang = asyncio.create_task(dog.hang(lambda: 7, lambda: True, loop.time if is_starved else float))
+    for _ in range(4 * CHECKS_PER_TIMEOUT):
+        await asyncio.sleep(dog.interval)
+    assert hang.done() != is_starved
+    hang.cancel()
+
+
+def test_the_system_shows_how_long_a_process_had_no_core() -> None:
+    if not Path("/proc/self/schedstat").exists():
+        pytest.skip("this system does not show it")
+    one_core = f"import os; os.sched_setaffinity(0, {{{min(os.sched_getaffinity(0))}}})\nwhile True: pass"
+    busy = [subprocess.Popen([sys.executable, "-c", one_core]) for _ in range(2)]
+    try:
+        while min(starved_seconds(one.pid) for one in busy) < 0.2:
+            time.sleep(0.01)
+    finally:
+        for one in busy:
+            one.kill()
+            one.wait()
+    assert starved_seconds(busy[0].pid) == 0, "it is gone"
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,13 @@ import asyncio
 import json
 import re
 import threading
+import time
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -30,7 +32,7 @@ from agentjet.front.dialects.completions import ChatBody
 from agentjet.front.dialects.messages import MessagesBody
 from agentjet.front.http import RequestLimits, count_values, parse_body
 from agentjet.front.prompts import prepare_prompt
-from tests.server.serving import TOKEN, VIEWER, Served, serving
+from tests.server.serving import TOKEN, VIEWER, Served, bearer, serving
 
 pytestmark = pytest.mark.anyio
 
@@ -282,6 +284,33 @@ async def test_silent_and_slow_connections_are_closed(tmp_path: Path, monkeypatc
         assert await exchange(served, HEAD, more=b"x: y\r\n") == b""
         healthy = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
         assert (await exchange(served, healthy + HEAD)).count(b"alive") == 1
+
+
+async def test_a_server_that_is_late_itself_reads_a_body_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each turn of the event loop takes long, and a body of many reads as many turns."""
+    monkeypatch.setattr("agentjet.front.http.MIN_BODY_RATE", 2**40)
+    limit(monkeypatch, header_seconds=0.05)
+    async with serving(tmp_path / "d") as served:
+        key, loop, is_busy = (await served.begin())["api_key"], asyncio.get_running_loop(), True
+
+        def be_busy() -> None:
+            time.sleep(0.04)
+            if is_busy:
+                loop.call_soon(be_busy)
+
+        def ask() -> httpx.Response:
+            content = (
+                '{"model": "policy", "messages": [{"role": "user", "content": "hello"}]' + " " * (2**20 - 100) + "}"
+            )
+            headers = {**bearer(key), "Content-Type": "application/json"}
+            return httpx.post(f"{served.url}/v1/chat/completions", content=content, headers=headers, timeout=60)
+
+        be_busy()
+        answer = await asyncio.to_thread(ask)
+        is_busy = False
+        assert answer.status_code == 200, answer.text
 
 
 @pytest.mark.parametrize("key", [True, False])

@@ -1,18 +1,36 @@
-"""`FrontProcesses`: the addresses that agents get. `tests/e2e/test_fronts.py` has the processes."""
+"""A server with fronts. `tests/e2e/test_fronts.py` has the processes.
+
+1. The addresses that agents get.
+2. The server's own port answers every request as without fronts, except calls with the key of an episode.
+3. A front that is frozen or ends while it starts is replaced, and the log has the reason.
+4. A call that crashes several workers is given up by its front, which counts the workers as the server does.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import sys
 import time
 from contextlib import closing
+from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
+import httpx
 import pytest
 
 from agentjet.compute.backend import ProcessCompute
 from agentjet.config import ServeConfig
+from agentjet.errors import RequestError
+from agentjet.front.calls import MAX_CRASHES, CallRequest
 from agentjet.front.http import listen
+from agentjet.fronts import supervision
 from agentjet.fronts.supervision import FrontProcesses
+from agentjet.protocol import BeginRequest, status_of
+from agentjet.types import Conversation, Message
+from tests.fakes import running
+from tests.fronts_in_process import ADDRESS, FrontInProcess
+from tests.server.serving import bearer, serving
 
 
 @pytest.mark.parametrize(
@@ -34,3 +52,152 @@ def test_addresses(front_url: str, asked: str, address: str) -> None:
     with closing(listen("127.0.0.1", 0)) as first, closing(listen("127.0.0.1", 0)) as second:
         fronts = FrontProcesses(config, compute, [first, second], time.time)
         assert fronts.address(1, asked) == address.replace("{port}", str(second.getsockname()[1]))
+
+
+def test_a_front_whose_report_is_overdue_is_late() -> None:
+    config = ServeConfig.model_validate({"server": {"fronts": 1}, "compute": {"backend": "cluster"}})
+    with closing(listen("127.0.0.1", 0)) as listener:
+        fronts = FrontProcesses(config, cast(ProcessCompute, SimpleNamespace()), [listener], time.time)
+        handle = fronts._handles[0]
+        handle.reported, handle.lag = time.monotonic() - 1000, 0.25
+        assert fronts.views()[0].lag == 0, "it starts"
+        handle.ready.set()
+        assert fronts.views()[0].lag > 900
+        handle.reported += 2000
+        assert fronts.views()[0].lag == 0.25
+
+
+CONNECTED = "from agentjet.processes.rpc import Link; import time; link = Link.from_environment()"
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("code", "seconds", "said"),
+    [
+        ("import time; time.sleep(1000)", 0.2, "front-0 did not connect for 0.2 s"),
+        (f"{CONNECTED}; time.sleep(1000)", 5.0, "front-0 did not answer 'begin' for 5 s"),
+        ("raise SystemExit('a bug')", 60.0, "which ends with 'a bug'; it is replaced"),
+        (f"{CONNECTED}; raise SystemExit('a bug')", 60.0, "front-0 ended with exit code 1; see "),
+        (f"{CONNECTED}; import os; os.kill(os.getpid(), 9)", 60.0, "front-0 ended by SIGKILL; see "),
+    ],
+)
+async def test_a_front_that_is_frozen_or_ends_while_it_starts_is_replaced(
+    code: str,
+    seconds: float,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(supervision, "COMMAND", (sys.executable, "-c", code))
+    monkeypatch.setattr(supervision, "START_SECONDS", seconds)
+    settings = {"server": {"data_dir": tmp_path, "fronts": 1}, "compute": {"backend": "cluster"}}
+    compute = cast(ProcessCompute, SimpleNamespace(front_gone=lambda front: None, policies=()))
+    with closing(listen("127.0.0.1", 0)) as listener:
+        fronts = FrontProcesses(ServeConfig.model_validate(settings), compute, [listener], time.time)
+        fronts.start()
+        try:
+            async with asyncio.timeout(120):
+                while said not in caplog.text:
+                    await asyncio.sleep(0.05)
+                starts = fronts.views()[0].starts
+                while fronts.views()[0].starts == starts:
+                    await asyncio.sleep(0.05)
+        finally:
+            await fronts.close()
+
+
+KEY = "THE-KEY"
+"""Stands in a path for the key of an episode."""
+CALLS = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses")
+ANSWERED = {
+    ("HEAD", "/"): 200,  # Agents check their base URL.
+    ("HEAD", f"/k/{KEY}/"): 200,
+    ("HEAD", "/runs/default/"): 200,
+    ("HEAD", "/runs/none/"): 200,
+    ("HEAD", "/v1/models"): 405,
+    ("HEAD", "/metrics"): 405,
+    ("HEAD", "/openapi.json"): 200,
+    ("GET", "/"): 200,
+    ("GET", "/openapi.json"): 200,
+    ("GET", "/openapi.json/"): 307,
+    ("GET", "/docs"): 404,
+    ("GET", "/docs/"): 404,
+    ("GET", "/redoc"): 404,
+    ("GET", "/healthz"): 200,
+    ("GET", "/healthz/"): 307,
+    ("GET", "/readyz"): 200,
+    ("GET", "/metrics"): 401,
+    ("GET", "/metrics/"): 307,
+    ("GET", "/swarm/v1/status"): 401,
+    ("GET", "/swarm/v1/status/"): 307,
+    ("GET", "/swarm/v1/nothing"): 404,
+    ("GET", "/ui/nothing/app.js"): 404,
+    ("GET", "/nothing"): 404,
+    ("GET", "/nothing/"): 404,
+    ("GET", "/runs/default"): 401,
+    ("GET", "/runs/none/v1/models"): 401,
+    ("GET", "/v1"): 307,
+    ("GET", "/v1/nothing"): 404,
+    ("GET", "/v1/models"): 401,
+    ("GET", "/v1/chat/completions/"): 404,
+    ("GET", f"/k/{KEY}/v1/nothing"): 404,
+    ("GET", f"/k/{KEY}/nothing"): 404,
+    ("POST", "/"): 405,
+    ("POST", "/healthz"): 405,
+    ("POST", "/v1/nothing"): 404,
+    ("POST", f"/k/{KEY}/v1/models"): 404,
+    ("DELETE", "/v1/models"): 405,
+    **{("OPTIONS", path): 405 for path in ("/", "/healthz", "/metrics", "/v1/models", "/openapi.json", *CALLS)},
+    **{("GET", path): 405 for path in CALLS if not path.endswith("count_tokens")},
+    **{("POST", path): 401 for path in CALLS},
+}
+"""Requests without a token and without a body, and their status."""
+REFUSED = [("GET", "/v1/models"), ("GET", "/v1/models/policy"), *(("POST", path) for path in CALLS)]
+"""Requests with the key of an episode, which its front answers."""
+
+
+@pytest.mark.anyio
+async def test_the_servers_port_answers_as_without_fronts(tmp_path: Path) -> None:
+    seen: list[dict[tuple[str, str], tuple[int, str]]] = []
+    for folder, make_fronts in (("alone", None), ("fronts", FrontInProcess)):
+        async with serving(tmp_path / folder / "d", make_fronts=make_fronts) as served:
+            key = (await served.begin(mode="eval"))["api_key"]
+            async with httpx.AsyncClient(base_url=served.url, trust_env=False, timeout=60) as asking:
+                answers: dict[tuple[str, str], tuple[int, str]] = {}
+                for method, path in ANSWERED:
+                    answer = await asking.request(method, path.replace(KEY, key))
+                    answers[method, path] = answer.status_code, answer.headers.get("allow", "")
+                seen.append(answers)
+                for method, path in REFUSED:
+                    in_header = await asking.request(method, path, headers=bearer(key))
+                    for answer in (in_header, await asking.request(method, f"/k/{key}{path}")):
+                        is_refused = answer.status_code == 403 and f"its own base URL, {ADDRESS}/v1." in answer.text
+                        assert is_refused == (make_fronts is not None), (method, path, answer.text)
+    assert {request: status for request, (status, _) in seen[0].items()} == ANSWERED
+    assert seen[1] == seen[0]
+
+
+@pytest.mark.anyio
+async def test_a_call_that_crashes_several_workers_is_given_up_by_its_front(tmp_path: Path) -> None:
+    async with running(tmp_path / "d", make_fronts=FrontInProcess) as run:
+        fronted = run.gateway.fronted
+        assert fronted is not None and isinstance(fronted.fronts, FrontInProcess)
+        calls, hello = fronted.fronts.calls(), CallRequest(Conversation((Message("user", "hello"),)))
+
+        async def say() -> list[str | None]:
+            episode = await run.gateway.begin(BeginRequest(task_id="t"))
+            chunks = [chunk async for chunk in calls.answer(episode.id, "", hello)]
+            return [chunk.call.response.content for chunk in chunks if chunk.call is not None]
+
+        run.compute.may_sample.clear()
+        deadly = asyncio.create_task(say())
+        for tried in range(1, MAX_CRASHES + 1):
+            await run.until(lambda tried=tried: len(run.compute.asked) == tried)
+            run.compute.die()
+        with pytest.raises(RequestError) as refusal:
+            await asyncio.wait_for(deadly, 30)
+        assert (status_of(refusal.value), refusal.value.code) == (500, "call_killed_workers")
+        run.compute.may_sample.set()
+        assert await say() == ["hi"], "other calls go on"
+        assert run.compute.starts == MAX_CRASHES + 1

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import gc
 import json
 import logging
@@ -21,6 +22,7 @@ import resource
 import socket
 import ssl
 import sys
+import termios
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,6 +38,7 @@ from fastapi.routing import APIRoute
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from fastapi.security.utils import get_authorization_scheme_param
 from pydantic import BaseModel, TypeAdapter, ValidationError
+from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, HTTPConnection
@@ -293,7 +296,16 @@ class LimitedConnection(HttpToolsProtocol):
             return
         if self._deadline is not None:
             self._deadline.cancel()
-        self._deadline = None if seconds is None else self.loop.call_later(seconds, self.transport.abort)
+        self._deadline = None if seconds is None else self.loop.call_later(seconds, self._end)
+
+    def _end(self) -> None:
+        """Closes the connection, unless this process is late: it has not read what the client sent."""
+        is_early = not self._in_head and self.cycle is not None and self.cycle.response_complete
+        unread = fcntl.ioctl(self.transport.get_extra_info("socket"), termios.FIONREAD, bytes(4))
+        if self.flow.write_paused or is_early or not (self.flow.read_paused or any(unread)):
+            self.transport.abort()
+        else:
+            self._must_end_within(self._limits.header_seconds)
 
     def _refuse_headers(self) -> None:
         if self.cycle is None or self.cycle.response_complete:  # Else an earlier request is being answered.
@@ -303,7 +315,7 @@ class LimitedConnection(HttpToolsProtocol):
         self.transport.close()
 
 
-def uvicorn_config(app: FastAPI, server: ServerConfig) -> uvicorn.Config:
+def uvicorn_config(app: Starlette, server: ServerConfig) -> uvicorn.Config:
     """Returns uvicorn's settings for `app`. The caller provides the sockets."""
     return uvicorn.Config(
         app,
@@ -360,6 +372,8 @@ class RunScope:
     """None for a run that answers no calls here: fronts do, or it is one of `agentjet look`."""
     job: Callable[[], JobConfig] | None = None
     """Returns the settings of the job in force, for a run whose calls fronts answer."""
+    elsewhere: Callable[[str, HTTPConnection], RequestError] | None = None
+    """Returns the refusal of a call of an episode, which names its front, for a run whose calls fronts answer."""
     refuse_foreign: Callable[[str], None] = lambda token: None
     """Raises `Forbidden` if another run has this token or key."""
 
@@ -520,7 +534,10 @@ class Guard:
 
 
 def _check_episode_key(run: RunScope, request: Request) -> None:
-    request.state.episode_id = run.keys.episode(key_of(request), run.max_age())
+    episode_id = run.keys.episode(key_of(request), run.max_age())
+    if run.elsewhere is not None:
+        raise run.elsewhere(episode_id, request)
+    request.state.episode_id = episode_id
 
 
 EPISODE_KEY = [Depends(Guard(_check_episode_key))]

@@ -20,12 +20,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from starlette.applications import Starlette
 from starlette.requests import HTTPConnection
 
 from agentjet.compute.fleet import FrontWork, Others, RoutingFacts
 from agentjet.compute.remote import RemoteSamplers
 from agentjet.config import ServeConfig
-from agentjet.errors import ConfigError
+from agentjet.errors import ConfigError, NotFound
 from agentjet.front import inference
 from agentjet.front.http import (
     FrontPrefix,
@@ -45,6 +46,7 @@ from agentjet.front.run import FrontPolicies, FrontRun, RunReport, RunState
 from agentjet.front.segment import Segment
 from agentjet.front.tracing import Tracing
 from agentjet.processes.rpc import Answer, Link, ProcessRequest, answering
+from agentjet.protocol import PREFIX
 from agentjet.swarm.journal import Slice
 from agentjet.swarm.state import CallCounts
 from agentjet.timeline.batch import TrainingBatch
@@ -119,22 +121,37 @@ class Front:
     def _clock(self) -> float:
         return self.settings.clock_offset + time.monotonic()
 
-    async def _begin(self, settings: FrontSettings) -> None:
+    async def _begin(self, settings: FrontSettings) -> int:
+        """Returns the id of this process."""
         self._settings = settings
         self._keys = Keys.open(settings.config.server.data_dir.resolve(), clock=self._clock)
         self._tracing.connect(settings.config.server.trace_endpoint)
         self._start(self._measure_lag())
+        return os.getpid()
 
     async def _listen(self) -> None:
         """Serves the agents. The default run is open."""
+        http = HttpServer(uvicorn_config(self._app(), self.settings.config.server))
+        self._start(http.serve(sockets=[socket.socket(fileno=int(os.environ[SOCKET]))]))
+        tune_python()
+
+    def _app(self) -> Starlette:
         server = self.settings.config.server
         app = new_app(self._scope(DEFAULT_RUN), openapi_url=None)
         app.routes.extend(inference.router.routes)
         app.add_middleware(RunMiddleware, enter=self._enter, allowed=allowed_hosts(server))
         app.add_middleware(FrontPrefix, front=self.settings.index, addresses=self.settings.addresses)
-        http = HttpServer(uvicorn_config(app, server))
-        self._start(http.serve(sockets=[socket.socket(fileno=int(os.environ[SOCKET]))]))
-        tune_python()
+        for path in ("/", f"{PREFIX}/{{path:path}}", "/metrics", "/healthz", "/readyz"):
+            app.add_api_route(path, self._refuse_control, methods=["GET", "POST", "PUT", "PATCH", "DELETE"])
+        return app
+
+    async def _refuse_control(self) -> None:
+        port = self.settings.config.server.port
+        raise NotFound(
+            f"This is front {self.settings.index}, which answers model calls only. Send this request to the server, at "
+            f"{f'port {port}' if port else 'its own port'} (server.port).",
+            code="not_served_by_fronts",
+        )
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

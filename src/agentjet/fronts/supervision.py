@@ -10,6 +10,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from agentjet.compute.backend import ProcessCompute
@@ -18,7 +19,7 @@ from agentjet.errors import AgentJetError, Unavailable, WorkerDied
 from agentjet.fronts.process import SOCKET, FrontReport, FrontSettings
 from agentjet.processes.guardian import Launch
 from agentjet.processes.rpc import Peer
-from agentjet.processes.supervisor import LocalPlacement, Supervisor, Watchdog, first_of
+from agentjet.processes.supervisor import LocalPlacement, Supervisor, Watchdog, first_of, starved_seconds
 from agentjet.protocol import FrontView
 from agentjet.server.fronts import FrontedCalls, without_job
 from agentjet.server.run_policies import all_of
@@ -30,8 +31,14 @@ log = logging.getLogger(__name__)
 COMMAND = (sys.executable, "-P", "-m", "agentjet.fronts")
 REPORT_SECONDS = 0.5
 """Seconds between two reports of a front."""
+START_SECONDS = 60.0
+"""Time for a front to connect, and to answer each message before it serves agents. Its imports take 2 s of CPU time."""
 HUNG_SECONDS = 20.0
-"""A front that does not report for so long is killed and replaced."""
+"""A front that does not report for so long is killed and replaced.
+
+Time in which it waits for a core does not count: its end would break its agents' connections, and the next one would
+be as slow.
+"""
 SETTLE_SECONDS = 0.02
 """A fleet changes several times in a row."""
 MAX_DELAY = 10.0
@@ -55,6 +62,12 @@ class FrontHandle:
     load: float = 0.0
     """CPU seconds a second between the last two reports."""
     lag: float = 0.0
+
+    @property
+    def present_lag(self) -> float:
+        """Longest delay in seconds of the event loop in the last report, or that of the next report."""
+        overdue = time.monotonic() - self.reported - REPORT_SECONDS
+        return max(self.lag, overdue) if self.ready.is_set() else 0.0
 
     @property
     def is_silent(self) -> bool:
@@ -120,7 +133,7 @@ class FrontProcesses:
                 ready=one.ready.is_set(),
                 calls=one.calls,
                 load=one.load,
-                lag=one.lag,
+                lag=one.present_lag,
                 starts=one.starts,
             )
             for one in self._handles
@@ -189,48 +202,56 @@ class FrontProcesses:
         """Keeps a front alive. Boundary: a failure ends one process."""
         delay = 0.0
         while True:
-            reported = handle.reported
+            reported, why, bug = handle.reported, "", None
             try:
                 await self._serve(handle)
             except Exception as error:
-                is_known = isinstance(error, AgentJetError | OSError | TimeoutError)
-                text = str(error) or type(error).__name__
-                log.warning("front %d: %s; it is replaced", handle.index, text, exc_info=None if is_known else error)
+                why, bug = str(error), None if isinstance(error, AgentJetError | OSError) else error
             finally:
                 handle.ready.clear()
                 peer, handle.peer = handle.peer, None
                 if peer is not None:
-                    await peer.stop()
+                    has_ended, how = peer.died.done(), await peer.stop()
+                    why = f"{peer.name} {how}" if has_ended else why
                 self._compute.front_gone(handle.index)
                 for run in self.runs.values():
                     run.gone(handle.index)
+            log.warning("front %d: %s; it is replaced", handle.index, why or type(bug).__name__, exc_info=bug)
             delay = 0.0 if handle.reported != reported else min(MAX_DELAY, max(0.25, 2 * delay))
             await asyncio.sleep(delay)
 
     async def _serve(self, handle: FrontHandle) -> None:
-        """Starts a process and reads its reports until it ends or hangs. Raises `WorkerDied`, or `TimeoutError`."""
+        """Starts a process and reads its reports until it ends or hangs, which raises `WorkerDied`."""
         assert self._supervisor is not None
         name = f"front-{handle.index}"
         number = handle.listener.fileno()
         path = self._config.server.data_dir.resolve() / "logs" / f"{name}.log"
         launch = Launch(name, COMMAND, path, {SOCKET: str(number)}, sockets=[number])
         handle.starts += 1
-        peer = await self._supervisor.start(launch)
+        peer = await self._supervisor.start(launch, timeout=START_SECONDS)
         handle.peer = peer
+
+        async def prepare(op: str, *args: Any) -> Any:
+            try:
+                async with asyncio.timeout(START_SECONDS):
+                    return await peer.ask(op, None, *args)
+            except TimeoutError:
+                raise WorkerDied(f"{name} did not answer {op!r} for {START_SECONDS:g} s") from None
+
         offset = self._clock() - time.monotonic()
         settings = FrontSettings(handle.index, self.addresses, without_job(self._config), offset)
-        async with asyncio.timeout(HUNG_SECONDS * 3):
-            await peer.ask("begin", None, settings)
-            for run in list(self.runs.values()):  # Runs and policies come and go meanwhile: all fronts are told.
-                if run in self.runs.values():
-                    await peer.ask("open", None, *run.opening())
-            for policy in list(self._compute.policies):
-                await peer.ask("replicas", None, self._compute.replicas(policy))
-            await peer.ask("listen", None)
+        starved = partial(starved_seconds, await prepare("begin", settings))
+        for run in list(self.runs.values()):  # Runs and policies come and go meanwhile: all fronts are told.
+            if run in self.runs.values():
+                await prepare("open", *run.opening())
+        for policy in list(self._compute.policies):
+            await prepare("replicas", self._compute.replicas(policy))
+        await prepare("listen")
         handle.reported = time.monotonic()
         handle.ready.set()
         reading = asyncio.create_task(self._read_reports(handle, peer))
-        hang = asyncio.create_task(Watchdog(HUNG_SECONDS).hang(lambda: peer.num_messages, lambda: bool(peer.pending)))
+        dog = Watchdog(HUNG_SECONDS)
+        hang = asyncio.create_task(dog.hang(lambda: peer.num_messages, lambda: bool(peer.pending), starved))
         try:
             await first_of(reading, hang)
             if not reading.done():

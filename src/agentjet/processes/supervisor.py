@@ -58,8 +58,9 @@ class Supervisor:
         """Those that have not ended, by name."""
         self._listener = Listener(host, self.secret, self._claim)
 
-    async def start(self, launch: Launch, *, sign_seconds: float = 0.0) -> Peer:
-        """Start a process and wait until it connects. `sign_seconds`: the interval of its signs of work, if above 0.
+    async def start(self, launch: Launch, *, sign_seconds: float = 0.0, timeout: float = CONNECT_SECONDS) -> Peer:
+        """Start a process and wait until it connects, `timeout` seconds at most. `sign_seconds`: the interval of its
+        signs of work, if above 0.
 
         Raises the errors of `Placement.start`, or `NotStarted` if it ends before. Then no process is left.
         """
@@ -73,9 +74,9 @@ class Supervisor:
             self._processes[name] = process
             process.ended.add_done_callback(lambda _: self._forget(name, process))
             try:
-                await first_of(connection, process.ended, timeout=CONNECT_SECONDS)
+                await first_of(connection, process.ended, timeout=timeout)
                 if not connection.done():
-                    late = ProcessEnd(f"did not connect for {CONNECT_SECONDS:g} s; see {launch.log_path}")
+                    late = ProcessEnd(f"did not connect for {timeout:g} s; see {launch.log_path}")
                     raise NotStarted(name, process.ended.result() if process.ended.done() else late)
                 tune(connection.result(), unanswered_seconds=UNANSWERED_SECONDS)
                 return Peer(name, *await asyncio.open_connection(sock=connection.result()), process)
@@ -144,15 +145,30 @@ class Watchdog:
         self._silence += min(elapsed, 2 * self.interval)
         return self._silence >= self.timeout
 
-    async def hang(self, num_messages: Callable[[], int], has_work: Callable[[], bool]) -> None:
-        """Return when the processes hang."""
-        now = asyncio.get_running_loop().time
+    async def hang(
+        self, num_messages: Callable[[], int], has_work: Callable[[], bool], starved: Callable[[], float] = float
+    ) -> None:
+        """Return when the processes hang. `starved` returns seconds that they waited for a core; these do not count."""
+
+        def now() -> float:
+            return loop.time() - starved()
+
+        loop = asyncio.get_running_loop()
         checked = now()
         while True:
             await asyncio.sleep(self.interval)
             before, checked = checked, now()
-            if self.hangs(checked - before, num_messages(), has_work=has_work()):
+            if self.hangs(max(0.0, checked - before), num_messages(), has_work=has_work()):
                 return
+
+
+def starved_seconds(pid: int) -> float:
+    """Returns the seconds in which threads of a process were ready to run and had no core. 0 if the system hides it."""
+    nanoseconds = 0
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            nanoseconds += int((thread / "schedstat").read_text().split()[1])
+    return nanoseconds / 1e9
 
 
 async def first_of(*futures: asyncio.Future[Any], timeout: float | None = None) -> None:

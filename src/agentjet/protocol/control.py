@@ -464,7 +464,7 @@ class FrontView(Response):
     load: float
     """CPU seconds a second in the last half second. At 1 it is saturated."""
     lag: float
-    """Longest time in seconds that its event loop was late in the last half second."""
+    """Longest time in seconds that its event loop was late in the last half second, or that its report is overdue."""
     starts: int
     """Processes started so far: 1, and 1 for each that died or hung."""
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any
 from urllib.parse import urlencode
 
@@ -38,6 +39,7 @@ from agentjet.front.http import (
     scope_of,
 )
 from agentjet.front.keys import KEY_PREFIX, Bearer, Keys, SessionCodes
+from agentjet.front.segment import other_front
 from agentjet.front.tracing import present_episode
 from agentjet.protocol import PREFIX, RunSettings, RunView
 from agentjet.server.gateway import Gateway
@@ -45,6 +47,7 @@ from agentjet.server.monitoring import Machine
 from agentjet.server.read import RunReader
 from agentjet.server.runs import Runs
 from agentjet.server.ticks import SharedAnswers
+from agentjet.swarm import EpisodeRecord
 from agentjet.types import DEFAULT_RUN
 
 log = logging.getLogger(__name__)
@@ -84,6 +87,20 @@ def served_run(request: HTTPConnection) -> ServedRun:
     return run
 
 
+def front_url(gateway: Gateway, episode: EpisodeRecord, request: HTTPConnection) -> str:
+    """Returns the URL at which the calls of an episode are answered, up to its last slash."""
+    if gateway.fronted is None:
+        return str(request.base_url)
+    return f"{gateway.fronted.address(episode, str(request.base_url))}{request.scope.get('root_path', '')}/"
+
+
+def _elsewhere(gateway: Gateway, episode_id: str, request: HTTPConnection) -> Forbidden:
+    """See `RunScope.elsewhere`."""
+    episode = gateway.swarm.episode(episode_id)
+    assert gateway.fronted is not None
+    return other_front(episode.id, gateway.fronted.front(episode), f"{front_url(gateway, episode, request)}v1")
+
+
 class ServedRuns:
     """The runs of a server, each with its keys."""
 
@@ -108,6 +125,7 @@ class ServedRuns:
             limits=self._limits,
             calls=gateway.calls if isinstance(gateway.calls, Calls) else None,
             job=None if gateway.fronted is None else lambda: gateway.swarm.job,
+            elsewhere=None if gateway.fronted is None else partial(_elsewhere, gateway),
             open_reader=lambda: gateway.reader,
             shared=gateway.shared,
             refuse_foreign=self.refuse_foreign,

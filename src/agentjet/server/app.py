@@ -78,8 +78,7 @@ def create_app(runs: Runs, keys: Keys) -> FastAPI:
     # Routes are tried in this order: the most frequent ones come first. They are shared, because `include_router` would
     # build all of them again at the first request.
     routers = (routes.router, routes.records, routes.sessions, routes.operations)
-    calls = inference.router if runs.default.fronted is None else routes.calls_elsewhere
-    for each in (calls, *routers, page_routes):
+    for each in (inference.router, *routers, page_routes):
         app.routes.extend(each.routes)
     app.add_middleware(RunMiddleware, enter=served.enter, allowed=allowed_hosts(runs.default.config.server))
     if (fronted := runs.default.fronted) is not None:  # A proxy may lack the rules for fronts.

@@ -506,7 +506,7 @@ class _StatusCollector(Collector):
         yield family("front_ready", "1 while the front answers calls.", "ready")
         yield family("front_calls", "Calls that wait, are sampled, or are being sent.", "calls")
         yield family("front_load", "CPU seconds a second in the last half second.", "load")
-        yield family("front_lag_seconds", "Longest delay of the event loop in the last half second.", "lag")
+        yield family("front_lag_seconds", "Longest delay of the event loop, or of its report.", "lag")
         yield family("front_starts_total", "Processes since the server began.", "starts")
 
     def _family(self, name: str, meaning: str, values: float | Mapping[str, float], label: str = "") -> Metric:

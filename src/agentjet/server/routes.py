@@ -19,9 +19,8 @@ import agentjet.protocol as bodies
 from agentjet.errors import Forbidden
 from agentjet.front.concurrency import offload
 from agentjet.front.dialects.completions import to_demonstration
-from agentjet.front.http import BEARER, EPISODE_KEY, PROBLEM, GuardedRoute, Presence, bearer_of
+from agentjet.front.http import BEARER, PROBLEM, Presence, bearer_of
 from agentjet.front.keys import CODE_SECONDS, LEVELS, SESSION_PREFIX, Bearer
-from agentjet.front.segment import other_front
 from agentjet.server.access import (
     ADMIN,
     CLIENT,
@@ -36,12 +35,11 @@ from agentjet.server.access import (
     IdempotencyKey,
     Reading,
     ReadRoute,
+    front_url,
     new_router,
 )
-from agentjet.server.gateway import Gateway
 from agentjet.server.monitoring import exposition
 from agentjet.server.records import view
-from agentjet.swarm import EpisodeRecord
 from agentjet.types import EngineState
 
 STOP_PATIENCE = 20.0
@@ -78,27 +76,6 @@ async def begin_episode(
         group_size=gateway.swarm.queries.group_size(episode),
         max_turns=episode.max_turns,
     )
-
-
-def front_url(gateway: Gateway, episode: EpisodeRecord, request: Request) -> str:
-    """Returns the URL at which the calls of an episode are answered, up to its last slash."""
-    if gateway.fronted is None:
-        return str(request.base_url)
-    return f"{gateway.fronted.address(episode, str(request.base_url))}{request.scope.get('root_path', '')}/"
-
-
-calls_elsewhere = APIRouter(tags=["inference"], route_class=GuardedRoute, include_in_schema=False)
-"""The inference routes of a server whose fronts answer calls."""
-
-
-@calls_elsewhere.api_route("/v1/{path:path}", methods=["GET", "POST"], dependencies=EPISODE_KEY)
-@calls_elsewhere.api_route("/inference/v1/{path:path}", methods=["GET", "POST"], dependencies=EPISODE_KEY)
-@calls_elsewhere.api_route("/k/{key}/v1/{path:path}", methods=["GET", "POST"], dependencies=EPISODE_KEY)
-async def refuse_call(request: Request, deps: Deps) -> None:
-    """Refuse a call, with the address of the front that answers it."""
-    episode = deps.gateway.swarm.episode(request.state.episode_id)
-    assert deps.gateway.fronted is not None
-    raise other_front(episode.id, deps.gateway.fronted.front(episode), f"{front_url(deps.gateway, episode, request)}v1")
 
 
 @router.post("/episodes/{episode_id}/heartbeat", dependencies=EPISODE)
