@@ -251,9 +251,8 @@ class ArmRunner(Launches):
         """As `TrialProcess` does: two held-out tasks in a real process, on the gateway, and the judge's score."""
         subject = self.repo.subject_of(trial)
         tasks = [replace(task, id=f"{task.id} {trial.arm}") for task in subject.held_out_tasks()]
-        home = str(self.repo.folder / "homes" / "played")
         address = Address(self.place.url, self.place.token)
-        order = ArmOrder(subject.agent, subject.tasks, address, 2, "", home, subject.readable)
+        order = ArmOrder.of(replace(subject, concurrency=2, reward=""), address, self.repo.folder / "homes" / "played")
         try:
             async with (
                 asyncio.timeout(LOADING + PLAYING),
