@@ -301,6 +301,12 @@ async def started(order: ArmOrder) -> AsyncIterator[ArmClient]:
         forwarding.cancel()
 
 
+def sandbox_for(url: str, folder: Path, readable: tuple[Path, ...], variables: Mapping[str, str]) -> Sandbox:
+    """A sandbox that writes to its folder, and reaches the server at `url` only, or any without one."""
+    rights = Sandbox(folder=folder, readable=readable, limits=LIMITS, variables=variables)
+    return replace(rights, network="model" if url else "open", model_url=url, paths=("/",))
+
+
 async def begun(order: ArmOrder) -> tuple[asyncio.subprocess.Process | AsyncProcess, ArmOrder]:
     """The process, and the order with the addresses that it must use. Raises `ConfigError` without a sandbox."""
     command = [sys.executable, "-P", "-m", "agentjet.research.arm_process"]
@@ -312,15 +318,7 @@ async def begun(order: ArmOrder) -> tuple[asyncio.subprocess.Process | AsyncProc
         own = {"HOME": str(home), "TMPDIR": str(home), "PYTHONDONTWRITEBYTECODE": "1"}
         options = {"cwd": readable[0], "env": kept | own}
         if not (reason := missing()):
-            sandbox = Sandbox(
-                folder=home,
-                readable=tuple(map(Path, readable)),
-                network="model",
-                model_url=order.address.url,
-                paths=("/",),
-                limits=LIMITS,
-                variables=kept | own,
-            )
+            sandbox = sandbox_for(order.address.url, home, tuple(map(Path, readable)), kept | own)
             moved = replace(order, address=Address(sandbox.inside_url(order.address.url), order.address.token))
             return await sandbox.start_async(command, cwd=Path(readable[0]), limit=LONGEST_ANSWER), moved
         if not order.unsafe:
