@@ -26,12 +26,12 @@ from statistics import fmean
 from typing import Annotated, Any, Literal, Protocol
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from agentjet.client.agent_source import file_and_function
 from agentjet.research.diagnosis import Signals, SignRule, toml_of
 from agentjet.research.journal import JournalEntry
-from agentjet.research.models import UNSEEN, Outcome, Record, Setting, Value, refuse
+from agentjet.research.models import UNSEEN, Declared, Outcome, Record, Setting, Value, refuse
 
 # ---- proposals -----------------------------------------------------------------------------------------------------
 
@@ -39,7 +39,6 @@ Kind = Literal["settings", "recipe", "agent", "prompt", "reward", "curriculum", 
 LONGEST_NAME = 160
 LONGEST_PATCH = 200_000
 MOST_CHANGES = 50
-"""Maximum settings that an intervention changes."""
 Reason = Annotated[str, Field(max_length=2_000)]
 NOTES = 5
 """Notes of people that stand in a prompt. The notebook has all."""
@@ -96,7 +95,6 @@ class View:
     judge_source: str
     """Source of the evaluator, which an arm may copy as its training reward."""
     vetoed: Set[str] = frozenset()
-    """Names of interventions that people vetoed."""
 
     def remarks(self) -> str:
         """Vetoes and the newest notes of people, for a prompt; empty without any."""
@@ -316,10 +314,8 @@ LISTS = frozenset({"job.sampling.override"})
 """Settings to which several remedies add."""
 
 
-class Remedy(BaseModel):
+class Remedy(Declared):
     """A row of `remedies.toml`, which documents the fields."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str
     cause: str = Field(alias="for")
