@@ -127,9 +127,7 @@ class TaskJudge:
         return share
 
     def pay(self, task: Task, value: Any) -> float:
-        """Mean score of a value as the answer, over its parts if it is a list or an object. A judge that cannot score
-        one pays 0. Raises `OffScale`.
-        """
+        """Mean score of a value, or of its parts, as the answer. A failing judge pays 0. Raises `OffScale`."""
         parts = [*value.values()] if isinstance(value, dict) else value if isinstance(value, list | tuple) else None
         if parts is not None:
             return statistics.fmean(self.pay(task, part) for part in parts[:MAX_PARTS]) if parts else 0.0
@@ -382,9 +380,7 @@ class TrialOrder(Record):
 
 
 class HeldOutScore(NamedTuple):
-    """Mean over the held-out tasks, its standard error and the lowest reward of an episode; and the number of episodes,
-    those that failed and were repeated included.
-    """
+    """Mean over the held-out tasks, its standard error, the lowest reward; and episodes with repeats, and failures."""
 
     mean: float
     error: float
@@ -461,12 +457,11 @@ class TrialProcess:
     def __init__(self, order: TrialOrder, swarm: AsyncSwarm, arm: ArmClient) -> None:
         """Raises `ConfigError` for code of the judge that cannot be loaded."""
         self._trial, self._subject, self._swarm, self._arm = order.trial, order.subject, swarm, arm
-        self._held_out = order.subject.held_out_tasks()
-        self._judged = JudgedEpisodes(order.subject, self._held_out, swarm, arm) if order.subject.judged else None
-        self._evaluator = None if order.subject.judged else order.subject.load_evaluator()
         subject = order.subject
-        width = subject.best - subject.worst
-        self._floor = (subject.floor - subject.worst) / width if subject.judged else subject.floor
+        self._held_out = subject.held_out_tasks()
+        self._judged = JudgedEpisodes(subject, self._held_out, swarm, arm) if subject.judged else None
+        self._evaluator = None if subject.judged else subject.load_evaluator()
+        self._floor = (subject.floor - subject.worst) / (subject.best - subject.worst)
         self._record = RunRecord(Path(order.run) / "record.json")
         self._lost: Counter[str] = Counter()
         """Reasons of training episodes that did not come back."""
@@ -539,9 +534,7 @@ class TrialProcess:
         self._record.add_metrics(found)
 
     async def _score(self, mark: int) -> None:
-        """Plays the held-out tasks at a step. A failed episode is repeated up to twice and counted. Raises
-        `NotScorable` if all tries of one fail, because a score needs every task.
-        """
+        """Plays the held-out tasks at a step. Raises `NotScorable` if all tries of an episode fail."""
         if mark in self._record.scorings:
             return
         async with asyncio.timeout(self._subject.patience):
@@ -586,9 +579,7 @@ class TrialProcess:
 
 
 def weight_changes(signals: Signals) -> dict[str, float]:
-    """Facts about the last steps in which the learner's weights changed. Empty without any, or if the worker did not
-    check.
-    """
+    """Facts about the last steps in which the learner's weights changed. Empty if none did, or none was checked."""
     sides = np.array([last(signals[f"weights/{side}"]) for side in ("learner", "sampler")])
     learner, sampler = map(float, sides[:, np.isfinite(sides).all(0)].sum(1))
     return {"learner_changes": learner, "sampler_changes": sampler / learner} if learner else {}
