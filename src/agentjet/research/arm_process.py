@@ -109,9 +109,9 @@ class ArmProcess:
             record=False,
             seed=seed,
         )
-        missing = len(report.results) - len(report.finished)
-        reason = report.errors.most_common(1)[0][0] if missing else ""
-        return {"plays": len(report.results) + report.num_repeated, "missing": missing, "reason": reason}
+        all_finished = len(report.finished) == len(report.results)
+        reason = "" if all_finished else report.errors.most_common(1)[0][0]
+        return {"plays": len(report.results) + report.num_repeated, "reason": reason}
 
 
 def listed(tasks: Sequence[Task]) -> list[dict[str, Any]]:
@@ -217,7 +217,6 @@ class ArmAnswer(Record):
 
     tasks: tuple[Task, ...] = ()
     plays: int = 0
-    missing: int = 0
     reason: str = ""
     error: str = ""
     own: bool = False

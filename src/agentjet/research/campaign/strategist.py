@@ -274,16 +274,16 @@ def judge_reward(files: Files, judge_source: str) -> Files:
     return {REWARD_FILE: judge_source, "subject.toml": text[:place] + named + text[place:]}
 
 
-def keep_mixed(files: Files, by_task: Mapping[str, Sequence[float]], fewest: int = 4) -> Files:
+def keep_mixed(files: Files, by_task: Mapping[str, Sequence[float]]) -> Files:
     """Keeps the training tasks whose episodes differed, and those that were hardly tried."""
     named = str(tomllib.loads(files["subject.toml"])["tasks"])
     if not named.endswith(".jsonl") or named not in files:
         return {}
     rows = dict(enumerate(lines(files[named]), 1))
     names = {n: str(json.loads(row).get("id", f"line-{n}")) if row.strip() else "" for n, row in rows.items()}
-    equal = {task for task, (least, most, tried) in by_task.items() if tried >= fewest and least == most}
+    equal = {task for task, (least, most, tried) in by_task.items() if tried >= TRIED and least == most}
     kept = [row for number, row in rows.items() if names[number] not in equal]
-    return {named: "".join(kept)} if fewest <= len(kept) < len(rows) else {}
+    return {named: "".join(kept)} if TRIED <= len(kept) < len(rows) else {}
 
 
 def span_of(source: str, node: Any) -> tuple[int, int]:
