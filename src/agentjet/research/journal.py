@@ -97,10 +97,7 @@ class StudyJournal:
         now: Callable[[], float] = time.time,
         notify: Callable[[JournalEntry], None] = lambda entry: None,
     ) -> None:
-        """`notify` is called with each new entry, after it was written. Without a `file` the entries are in memory.
-
-        Raises `ConfigError` if another process writes the file, or if it is not a journal.
-        """
+        """`notify` gets each entry that was written. Without a `file` they are in memory. Raises `ConfigError`."""
         self.file, self._now, self.notify = file, now, notify
         self.entries: list[JournalEntry] = []
         self._by_key: dict[str, JournalEntry] = {}
@@ -486,10 +483,7 @@ class Notebook(StudyJournal):
         return {*arms, *(each.content["name"] for each in self.of("hypothesis"))}
 
     def standing(self, day: int = 0) -> dict[str, Any]:
-        """Tries, findings, spending and the newest decision of a campaign: now, or at the end of a day since its start.
-
-        Raises `ConfigError` for a day that is not over.
-        """
+        """Tries, findings and spending: now, or at the end of a day. Raises `ConfigError` for a day to come."""
         started, until = self.known("started"), math.inf
         if started is None:
             return {"stage": "begun"}

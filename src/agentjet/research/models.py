@@ -618,9 +618,7 @@ class Outcome(Record):
     """Versions, hardware and base weights of the run: see `trial_process.machine_of`. Empty if not reported."""
 
     def measured(self, metric: Metric) -> float | None:
-        """Returns the score; or the logarithm of the mean tokens of an answer in the last quarter of the run, or of the
-        seconds of its steps. None without a score, or if nothing was measured.
-        """
+        """The score; or the logarithm of an answer's mean tokens in the last quarter, or of all seconds; if known."""
         if metric == "score" or self.score is None:
             return self.score
         names = ("completion/tokens",) if metric == "tokens" else TIMES

@@ -132,10 +132,7 @@ def code_hash(folder: Path, agent: str) -> str:
 
 
 def plan(topic: str, *, budget: float, space: Space, subject: Subject, folder: Path = Path(), seed: int = 0) -> Study:
-    """Plans a study. Raises `ConfigError` if its arms cannot be compared, or if it exceeds the budget.
-
-    The topic is a title. `budget` is in full runs. `folder` holds the agents of the space.
-    """
+    """Plans a study. `budget` is in full runs, `folder` holds the agents of the space. Raises `ConfigError`."""
     arms = space.make_arms(folder)
     check_job(subject.settings)
     check_arms(arms, {"job.optimizer.total_steps": subject.steps, **subject.settings})

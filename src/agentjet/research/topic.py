@@ -56,9 +56,7 @@ class Read(NamedTuple):
 
 
 def read_topic(topic: str, settings: Setting | None = None) -> StudyQuestion:
-    """Reads a topic. `settings` are those of the subject, with whose own values others are compared. Raises
-    `ConfigError` for one that no study can answer, or that was not understood.
-    """
+    """Reads a topic. `settings` are the subject's, with which levels are compared. Raises `ConfigError`."""
     words = _words(check_length(topic))
     refuse(not words, EMPTY)
     letters = [character for character in topic if character.isalpha()]

@@ -181,10 +181,7 @@ class JudgedEpisodes:
         """Held-out tasks of the newest evaluation, with a conversation of each and its score."""
 
     async def score(self, version: int, seed: int) -> HeldOutScore:
-        """Has the arm's agent play the held-out tasks. The first `repeats` episodes of a task count.
-
-        Raises `NotScorable`, and `ArmFailed` for an agent that does not call the model.
-        """
+        """Has the agent play the held-out tasks, `repeats` times each. Raises `NotScorable` and `ArmFailed`."""
         subject = self._subject
         ended = await self._arm.play(
             subject.as_deployed(self._held_out, self._arm.tasks), subject.repeats, version, seed
@@ -427,10 +424,7 @@ class RunRecord:
         return tuple(scoring.mean for step, scoring in sorted(self.scorings.items()) if step <= end)
 
     def floor(self, declared: float) -> float:
-        """Score of a run whose policy cannot answer any more: the lowest reward it earned, and at most `declared`.
-
-        This rule is fixed before the data, so that rewards below 0 cannot make divergence pay.
-        """
+        """Score of a diverged run: its lowest reward, at most `declared`, so that rewards below 0 make none pay."""
         return min([declared, *(scoring.least for scoring in self.scorings.values())])
 
     def is_broken(self) -> bool:

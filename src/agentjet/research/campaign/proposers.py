@@ -106,10 +106,7 @@ class LanguageModel(Proposer):
         return [*tools.proposals, prose] if prose else tools.proposals
 
     def converse(self, tools: ModelTools, rules: str, begin: str) -> str:
-        """Lets the model call tools until they are done. Returns the prose of a model that calls none, else "".
-
-        Raises `ProposerAway`.
-        """
+        """Lets a model call tools until they are done; the prose of one that calls none. Raises `ProposerAway`."""
         messages: list[Message] = [{"role": "system", "content": rules}, {"role": "user", "content": begin}]
         deadline, prose, read, written = time.monotonic() + self.seconds, 0, 0, 0
         self.used = {}
