@@ -39,7 +39,6 @@ from agentjet.client.swarm_client import AsyncSwarm
 from agentjet.errors import AgentJetError
 from agentjet.research import arm_process
 from agentjet.research.arm_process import ArmFailed, ArmOrder
-from agentjet.research.campaign import proposers
 from agentjet.research.campaign.campaign import FIXED, Campaign
 from agentjet.research.campaign.proposers import CodingAgent, LanguageModel, LlmEndpoint, LlmToolCall, Reply, Tool
 from agentjet.research.campaign.runs import Budget, Question
@@ -251,9 +250,8 @@ class ArmRunner(Launches):
         """As `TrialProcess` does: two held-out tasks in a real process, on the gateway, and the judge's score."""
         subject = self.repo.subject_of(trial)
         tasks = [replace(task, id=f"{task.id} {trial.arm}") for task in subject.held_out_tasks()]
-        home = str(self.repo.folder / "homes" / "played")
         address = Address(self.place.url, self.place.token)
-        order = ArmOrder(subject.agent, subject.tasks, address, 2, "", home, subject.readable)
+        order = ArmOrder.of(replace(subject, concurrency=2, reward=""), address, self.repo.folder / "homes" / "played")
         try:
             async with (
                 asyncio.timeout(LOADING + PLAYING),
@@ -281,9 +279,7 @@ def healthy(trial: Trial) -> Outcome:
 def attack(kind: str, name: str, place: Place) -> Seen:
     """One attack. Errors of its own process are what it would do to a campaign."""
     seen = Seen(f"{kind}: {name}")
-    for module in (arm_process, proposers):
-        module.LIMITS = LIMITS  # type: ignore[attr-defined]
-    arm_process.LOADING_SECONDS, arm_process.ENDING_SECONDS = LOADING, ENDING
+    arm_process.LIMITS, arm_process.LOADING_SECONDS, arm_process.ENDING_SECONDS = LIMITS, LOADING, ENDING
     slug = hashlib.sha256(seen.attack.encode()).hexdigest()[:12]
     folder = place.folder / "campaigns" / slug
     shutil.copytree(place.folder / "given", folder)

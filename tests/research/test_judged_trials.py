@@ -306,7 +306,8 @@ def tasks():
 def order(folder: Path, code: str) -> ArmOrder:
     file = folder / "agent.py"
     file.write_text(code)
-    return ArmOrder(f"{file}:agent", f"{file}:tasks", Address("http://127.0.0.1:9", ""), 1)
+    subject = Subject("m", f"{file}:agent", f"{file}:tasks", "held_out.jsonl", concurrency=1)
+    return ArmOrder.of(subject, Address("http://127.0.0.1:9", ""), folder)
 
 
 def test_an_arm_is_loaded_in_its_process(tmp_path: Path) -> None:

@@ -644,7 +644,7 @@ def conduct(
     """Runs a campaign from where its notebook stands to the report. A new one has a `question`."""
     from agentjet.client.threads import raise_on_signals
     from agentjet.research.campaign.campaign import Campaign
-    from agentjet.research.campaign.live import PAGE, LivePage
+    from agentjet.research.campaign.report import PAGE, LivePage
     from agentjet.research.campaign.runs import Question
     from agentjet.research.campaign.strategist import Strategist
     from agentjet.research.campaign.subject_repo import SubjectRepo

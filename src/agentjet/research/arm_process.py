@@ -4,7 +4,7 @@ It loads the arm's agent and training tasks, trains, and plays held-out tasks fo
 Orders are JSON lines on standard input, answers are JSON lines on standard output. The first order is an `ArmOrder`.
 Output of the agent goes to standard error. The process ends when its standard input closes.
 
-`ArmClient` is the other side. With `ArmOrder.readable` the process is sandboxed: it reads these folders, Python
+`ArmClient` is the other side. With `Subject.readable` the process is sandboxed: it reads these folders, Python
 and the system, writes to `ArmOrder.folder` only, and reaches the trial's server only.
 """
 
@@ -26,13 +26,13 @@ from pathlib import Path
 from typing import Any
 
 from agentjet.client.agent_source import OURS, load_function
-from agentjet.client.inputs import load_agent, load_tasks
+from agentjet.client.inputs import load_agent
 from agentjet.client.report import rows
 from agentjet.client.rollout import Agent, AgentFailing, call_agent
 from agentjet.client.swarm_client import AsyncSwarm
 from agentjet.client.threads import in_thread
 from agentjet.errors import AgentJetError, ConfigError
-from agentjet.research.models import Address, Judge, Message, Record, Subject, canonical, chosen_tasks
+from agentjet.research.models import Address, Judge, Message, Record, Subject, canonical
 from agentjet.sandbox import AsyncProcess, Limits, Sandbox, missing, origin_of
 from agentjet.types import Task
 
@@ -52,29 +52,18 @@ KEPT = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV"
 class ArmOrder(Record):
     """The code to load, and the run to play on."""
 
-    agent: str
-    tasks: str
+    subject: Subject
+    """Without the judge's part."""
     address: Address
-    concurrency: int
-    reward: str = ""
-    """Pays the training episodes in place of what the agent returns: `reward(task, messages)`."""
-    folder: str = ""
+    folder: str
     """The only folder to which a sandboxed process writes."""
-    readable: tuple[str, ...] = ()
-    """Folders that a sandboxed process reads; the first is its working directory. Empty: it is not sandboxed."""
     unsafe: bool = False
     """Run without a sandbox where none can be made."""
-    num_tasks: int = 0
-    task_order: str = ""
-    """Number and order of the training tasks: see `models.chosen_tasks`."""
-    deployed: str = ""
-    """Plays the held-out tasks. Empty: the agent does."""
 
     @classmethod
     def of(cls, subject: Subject, address: Address, folder: Path, *, arm: str = "", unsafe: bool = False) -> ArmOrder:
-        same = ("tasks", "concurrency", "reward", "readable", "num_tasks", "task_order", "deployed")
-        given = {name: getattr(subject, name) for name in same}
-        return cls(subject.agent_of(arm), address=address, folder=str(folder), unsafe=unsafe, **given)
+        judges: dict[str, Any] = {"held_out": "", "evaluator": "", "hidden": (), "files": {}, "weights": {}}
+        return cls(replace(subject, agent=subject.agent_of(arm), **judges), address, str(folder), unsafe)
 
 
 class ArmFailed(AgentJetError):
@@ -89,11 +78,11 @@ class ArmProcess:
 
     def __init__(self, order: ArmOrder, swarm: AsyncSwarm) -> None:
         """Raises `ConfigError` for code that cannot be loaded."""
-        self.order, self.swarm, url = order, swarm, order.address.url
-        agent = load_agent(order.agent, option="agent")
-        deployed = load_agent(order.deployed, option="deployed") if order.deployed else agent
-        self.tasks = chosen_tasks(load_tasks(order.tasks, option="tasks"), order.num_tasks, order.task_order)
-        reward = load_function(order.reward, option="reward") if order.reward else None
+        self.subject, self.swarm, url = order.subject, swarm, order.address.url
+        agent = load_agent(self.subject.agent, option="agent")
+        deployed = load_agent(self.subject.deployed, option="deployed") if self.subject.deployed else agent
+        self.tasks = self.subject.training_tasks()
+        reward = load_function(self.subject.reward, option="reward") if self.subject.reward else None
         self.agent, self.deployed = reaching(url, agent, swarm, reward), reaching(url, deployed, swarm)
 
     async def train(self, steps: int, seed: int) -> dict[str, Any]:
@@ -101,7 +90,7 @@ class ArmProcess:
             self.agent,
             self.tasks,
             steps=steps,
-            concurrency=self.order.concurrency,
+            concurrency=self.subject.concurrency,
             seed=seed,
             progress=False,
             reproducible=len({task.task_set for task in self.tasks}) == 1,
@@ -114,15 +103,15 @@ class ArmProcess:
             self.deployed,
             [Task(**task) for task in tasks],
             repeats=repeats,
-            concurrency=self.order.concurrency,
+            concurrency=self.subject.concurrency,
             progress=False,
             at_version=version,
             record=False,
             seed=seed,
         )
-        missing = len(report.results) - len(report.finished)
-        reason = report.errors.most_common(1)[0][0] if missing else ""
-        return {"plays": len(report.results) + report.num_repeated, "missing": missing, "reason": reason}
+        all_finished = len(report.finished) == len(report.results)
+        reason = "" if all_finished else report.errors.most_common(1)[0][0]
+        return {"plays": len(report.results) + report.num_repeated, "reason": reason}
 
 
 def listed(tasks: Sequence[Task]) -> list[dict[str, Any]]:
@@ -228,7 +217,6 @@ class ArmAnswer(Record):
 
     tasks: tuple[Task, ...] = ()
     plays: int = 0
-    missing: int = 0
     reason: str = ""
     error: str = ""
     own: bool = False
@@ -298,9 +286,12 @@ async def started(order: ArmOrder) -> AsyncIterator[ArmClient]:
                 answer = await arm.ask(order.to_json())
         except TimeoutError:
             process.kill()
-            raise ArmFailed(f"{order.agent}: loading it and its tasks took longer than {LOADING_SECONDS:g} s") from None
+            raise ArmFailed(
+                f"{order.subject.agent}: loading it and its tasks took longer than {LOADING_SECONDS:g} s"
+            ) from None
         if not answer.tasks:
-            raise ArmFailed(f"{order.agent}: its process gave no training tasks: tasks = {order.tasks!r}")
+            subject = order.subject
+            raise ArmFailed(f"{subject.agent}: its process gave no training tasks: tasks = {subject.tasks!r}")
         arm.tasks = [*answer.tasks]
         yield arm
     finally:
@@ -309,28 +300,26 @@ async def started(order: ArmOrder) -> AsyncIterator[ArmClient]:
         forwarding.cancel()
 
 
+def sandbox_for(url: str, folder: Path, readable: tuple[Path, ...], variables: Mapping[str, str]) -> Sandbox:
+    """A sandbox that writes to its folder, and reaches the server at `url` only, or any without one."""
+    rights = Sandbox(folder=folder, readable=readable, limits=LIMITS, variables=variables)
+    return replace(rights, network="model" if url else "open", model_url=url, paths=("/",))
+
+
 async def begun(order: ArmOrder) -> tuple[asyncio.subprocess.Process | AsyncProcess, ArmOrder]:
     """The process, and the order with the addresses that it must use. Raises `ConfigError` without a sandbox."""
     command = [sys.executable, "-P", "-m", "agentjet.research.arm_process"]
     options: dict[str, Any] = {}
-    if order.readable:
+    if readable := order.subject.readable:
         home = Path(order.folder)
         home.mkdir(parents=True, exist_ok=True)
         kept = {name: os.environ[name] for name in KEPT if name in os.environ}
         own = {"HOME": str(home), "TMPDIR": str(home), "PYTHONDONTWRITEBYTECODE": "1"}
-        options = {"cwd": order.readable[0], "env": kept | own}
+        options = {"cwd": readable[0], "env": kept | own}
         if not (reason := missing()):
-            sandbox = Sandbox(
-                folder=home,
-                readable=tuple(map(Path, order.readable)),
-                network="model",
-                model_url=order.address.url,
-                paths=("/",),
-                limits=LIMITS,
-                variables=kept | own,
-            )
+            sandbox = sandbox_for(order.address.url, home, tuple(map(Path, readable)), kept | own)
             moved = replace(order, address=Address(sandbox.inside_url(order.address.url), order.address.token))
-            return await sandbox.start_async(command, cwd=Path(order.readable[0]), limit=LONGEST_ANSWER), moved
+            return await sandbox.start_async(command, cwd=Path(readable[0]), limit=LONGEST_ANSWER), moved
         if not order.unsafe:
             raise ConfigError(f"{reason}; or run arms with the rights of this user (--unsafe)")
     pipe = asyncio.subprocess.PIPE

@@ -26,10 +26,10 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, field_validator
+from pydantic import field_validator
 
 from agentjet.research.journal import StudyLog
-from agentjet.research.models import Diagnosis, Outcome, Trial, canonical, of_server
+from agentjet.research.models import Declared, Diagnosis, Outcome, Trial, canonical, of_server
 
 # ---- signals ---------------------------------------------------------------------------------------------------------
 
@@ -99,10 +99,8 @@ OPERATORS: Mapping[str, Callable[[float, float], bool]] = {">": operator.gt, "<"
 Facts = Mapping[str, float]
 
 
-class SignRule(BaseModel):
+class SignRule(Declared):
     """A row of a table of signs, which documents the fields."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     cause: str
     when: tuple[tuple[str, Literal[">", "<"], float], ...]
@@ -145,9 +143,7 @@ DEAD_RULES = tuple(rule for rule in RULES if rule.cause == DEAD)
 
 
 def diagnose(log: StudyLog) -> None:
-    """Records the diagnoses that the journal lacks. Lost runs are diagnosed at any length, other causes in full runs
-    only.
-    """
+    """Records the diagnoses that the journal lacks. Short runs get one only if they were lost."""
     ended = [(trial, outcome) for trial in log.trials.values() for outcome in log.outcomes[trial.id]]
     full = [(t, o) for t, o in ended if t.fidelity == 1.0 and o.signals and o.score is not None]
     equal = equal_runs(full)

@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Self
 
 from agentjet import database
@@ -66,9 +65,7 @@ class JournalEntry:
 
 
 def locked(file: Path, said: str) -> int:
-    """The descriptor of a lock, which holds until it is closed. Raises `ConfigError` if another process has it. `said`
-    is the beginning of the message.
-    """
+    """The descriptor of a lock, held until it is closed. Raises `ConfigError`, which begins with `said`."""
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -100,10 +97,7 @@ class StudyJournal:
         now: Callable[[], float] = time.time,
         notify: Callable[[JournalEntry], None] = lambda entry: None,
     ) -> None:
-        """`notify` is called with each new entry, after it was written. Without a `file` the entries are in memory.
-
-        Raises `ConfigError` if another process writes the file, or if it is not a journal.
-        """
+        """`notify` gets each entry that was written. Without a `file` they are in memory. Raises `ConfigError`."""
         self.file, self._now, self.notify = file, now, notify
         self.entries: list[JournalEntry] = []
         self._by_key: dict[str, JournalEntry] = {}
@@ -188,7 +182,7 @@ class StudyJournal:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -279,9 +273,7 @@ class StudyLog(StudyJournal):
 
 @contextmanager
 def copied(file: Path | None) -> Iterator[StudyLog]:
-    """A log that begins empty and whose entries are written to the file, unless it has them: who conducts a study again
-    passes all of its steps again.
-    """
+    """An empty log whose entries are written to the file, unless it has them: a study is conducted again whole."""
     with StudyJournal(file) as journal:
 
         def copy(entry: JournalEntry) -> None:
@@ -367,9 +359,7 @@ DAY = 86400.0
 
 @dataclass(frozen=True)
 class HumanMessage(Record):
-    """A remark of people, the name of a change that is not tried any more, more budget, or that an ended campaign goes
-    on.
-    """
+    """A remark of people, a veto, more budget, or that an ended campaign goes on."""
 
     kind: Literal["note", "veto", "budget", "reopen"]
     text: str = ""
@@ -421,9 +411,7 @@ class Inbox:
 
 
 class Notebook(StudyJournal):
-    """`path` is the campaign's folder. Raises `ConfigError` if another process writes it, or without a campaign to
-    read.
-    """
+    """The journal of a campaign, in its folder `path`. Raises `ConfigError`, also without a campaign to read."""
 
     def __init__(self, path: Path, **options: Any) -> None:
         self.path, self.inbox = path, Inbox(path)
@@ -495,10 +483,7 @@ class Notebook(StudyJournal):
         return {*arms, *(each.content["name"] for each in self.of("hypothesis"))}
 
     def standing(self, day: int = 0) -> dict[str, Any]:
-        """Tries, findings, spending and the newest decision of a campaign: now, or at the end of a day since its start.
-
-        Raises `ConfigError` for a day that is not over.
-        """
+        """Tries, findings and spending: now, or at the end of a day. Raises `ConfigError` for a day to come."""
         started, until = self.known("started"), math.inf
         if started is None:
             return {"stage": "begun"}
@@ -536,20 +521,32 @@ class Notebook(StudyJournal):
         }
 
 
+STEPS: Mapping[str, tuple[str, str]] = {
+    "started": ("began", "asks"),
+    "refused": ("refused a proposal", "reason"),
+    "study": ("fixed a study, before its data", "name"),
+    "ablation": ("fixed a study of the parts, before its data", "name"),
+    "learned": ("learned", "meaning"),
+    "ablated": ("learned", "meaning"),
+    "edited": ("note", "meaning"),
+    "followed": ("followed up", "reason"),
+    "note": ("note by people", "text"),
+    "veto": (VETOED, "text"),
+    "ended": ("ended", "reason"),
+}
+"""By kind of an entry, the step, and the field with its result."""
+
+
 def described(entry: JournalEntry) -> tuple[str, str] | None:
     """The step of an entry and its result; None for entries about the machinery."""
     content = entry.content
     match entry.kind:
-        case "started":
-            return "began", content["asks"]
         case "intent" if content.get("away"):
             return f"{proposer_of(entry)} did not answer", f"{content['away']}; the next proposer goes on"
         case "observed":
             return f"observed {content['trial']['arm'][:8]} ({content['why']})", outcome_of(content)
         case "hypothesis":
             return f"proposed by {content['origin']}: {content['name']}", content["why"] or "no reason was given"
-        case "refused":
-            return "refused a proposal", content["reason"]
         case "screened":
             short = [
                 f"{each['name']} {each['score']:.3g}" for each in content.get("short", ()) if each["score"] is not None
@@ -561,27 +558,14 @@ def described(entry: JournalEntry) -> tuple[str, str] | None:
             )
             result = f"gain of one full run: {gains}" if gains else "no full run came back"
             return "screened", f"{result} (scores after a third: {'; '.join(short)})" if short else result
-        case "study":
-            return "fixed a study, before its data", content["name"]
-        case "ablation":
-            return "fixed a study of the parts, before its data", content["name"]
-        case "learned" | "ablated":
-            return "learned", content["meaning"]
-        case "edited":
-            return "note", content["meaning"]
-        case "followed":
-            return "followed up", content["reason"]
-        case "note":
-            return "note by people", content["text"]
-        case "veto":
-            return VETOED, content["text"]
         case "budget" | "reopen":
             added = ", ".join(f"{content[unit]:g} more {unit}" for unit in ("runs", "hours") if content[unit])
             return "reopened" if entry.kind == "reopen" else "added to the budget", added or "with the budget as it was"
-        case "ended":
-            return "ended", content["reason"]
         case "intent" | "parts":
             return None
+        case kind if kind in STEPS:
+            step, result = STEPS[kind]
+            return step, content[result]
         case kind:  # of another version
             said = [content[name] for name in ("text", "meaning", "reason") if isinstance(content.get(name), str)]
             return (kind, said[0]) if said else None

@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from agentjet.client import agent_source
 from agentjet.client.agent_source import file_and_function, source_of
@@ -98,6 +98,12 @@ class Record:
         except ValidationError as error:
             raise ConfigError(f"{cls.__name__}: {mistake(error)}") from None
         return checked
+
+
+class Declared(BaseModel):
+    """A part of a file, or of the answer of a language model. It is frozen, and takes no unknown keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
@@ -345,7 +351,8 @@ class Subject(Record):
         return load_tasks(self.held_out, option="subject.held_out")
 
 
-SHUFFLED, GIVEN = "shuffled", "given"
+GIVEN = "given"
+"""Level of a factor that is code, or the order of tasks: the subject's own."""
 
 
 def chosen_tasks(tasks: Sequence[Task], number: int, order: str) -> list[Task]:
@@ -353,11 +360,10 @@ def chosen_tasks(tasks: Sequence[Task], number: int, order: str) -> list[Task]:
     key of their payloads, upwards, or downwards after a minus. All runs choose and shuffle alike: an order in a file
     may be that of difficulty. Raises `ConfigError`.
     """
-    few = f"tasks.number = {number}: there are {len(tasks)} training tasks; give at most so many"
-    refuse(number > len(tasks), few)
+    refuse(number > len(tasks), f"tasks.number = {number}: there are {len(tasks)} training tasks; give at most so many")
     places = sorted(range(len(tasks)), key=lambda at: hash_of([tasks[at].task_set, tasks[at].id]))
     chosen = places[: number or len(tasks)]
-    if order == SHUFFLED:
+    if order == "shuffled":
         return [tasks[at] for at in chosen]
     found = [tasks[at] for at in sorted(chosen)]
     if order in ("", GIVEN):
@@ -373,9 +379,7 @@ def chosen_tasks(tasks: Sequence[Task], number: int, order: str) -> list[Task]:
 
 
 def code_files(named: set[str]) -> dict[str, Path]:
-    """The file behind each name. For Python, also all Python files beside and below it: it may import them. The files
-    of an installed package are called by the package.
-    """
+    """The file behind each name, called by its package if that is installed. Python may import all files beside it."""
     found: dict[str, Path] = {}
     for name in named:
         place, function = file_and_function(name)
@@ -393,14 +397,9 @@ def files_below(folder: Path) -> Iterator[Path]:
     """Yields the files below a folder, without hidden files and folders of other projects."""
     for place, folders, names in os.walk(folder):
         here = Path(place)
-        folders[:] = [] if here.name in NOT_IMPORTED else [name for name in folders if is_part_of_project(here / name)]
+        own = [] if here.name in NOT_IMPORTED else [one for one in folders if one[0] != "." and one not in NOT_IMPORTED]
+        folders[:] = [name for name in own if not any((here / name / file).exists() for file in FOREIGN_MARKERS)]
         yield from (here / name for name in names if not name.startswith("."))
-
-
-def is_part_of_project(folder: Path) -> bool:
-    if folder.name.startswith(".") or folder.name in NOT_IMPORTED:
-        return False
-    return not any((folder / file).exists() for file in FOREIGN_MARKERS)
 
 
 def hashes_of(files: Mapping[str, Path]) -> dict[str, str]:
@@ -428,12 +427,7 @@ End = Literal["completed", "diverged", "infra_failed", "arm_failed"]
 Verdict = Literal["supported", "refuted", "practically_equivalent", "inconclusive"]
 Origin = Literal["prior", "llm", "human"]
 Sign = Literal["+", "-", "0", "?"]
-EXPECTED: Mapping[Sign, str] = {
-    "+": "higher",
-    "-": "lower",
-    "0": "no difference that matters",
-    "?": "nothing is known",
-}
+EXPECTED: Mapping[Sign, str] = {"+": "higher", "-": "lower", "0": "no difference that matters", "?": "nothing is known"}
 Metric = Literal["score", "tokens", "seconds"]
 """Score of the held-out tasks, tokens of an answer, and seconds of training."""
 MOST_COMBINATIONS = 16
@@ -564,10 +558,7 @@ class Study(Record):
 
 @dataclass(frozen=True)
 class Trial(Record):
-    """A run of an arm with one seed, up to a fraction of its length. Its id is its launch key.
-
-    Trials that differ only in `fidelity` continue each other: the shorter one is a prefix of the longer.
-    """
+    """A run of an arm with one seed. Its id is its launch key. Trials that differ in `fidelity` continue each other."""
 
     study: str
     arm: str
@@ -627,9 +618,7 @@ class Outcome(Record):
     """Versions, hardware and base weights of the run: see `trial_process.machine_of`. Empty if not reported."""
 
     def measured(self, metric: Metric) -> float | None:
-        """Returns the score; or the logarithm of the mean tokens of an answer in the last quarter of the run, or of the
-        seconds of its steps. None without a score, or if nothing was measured.
-        """
+        """The score; or the logarithm of an answer's mean tokens in the last quarter, or of all seconds; if known."""
         if metric == "score" or self.score is None:
             return self.score
         names = ("completion/tokens",) if metric == "tokens" else TIMES

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import hashlib
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError
 
 from agentjet.client.agent_source import file_and_function
 from agentjet.config import parse_config
@@ -29,6 +29,7 @@ from agentjet.research.models import (
     ARM_NAME,
     OF_SUBJECT,
     Arm,
+    Declared,
     Hypothesis,
     Knob,
     Setting,
@@ -53,16 +54,12 @@ FREE = frozenset({"job.seed", "job.max_steps"})
 ArmName = Annotated[str, Field(pattern=ARM_NAME)]
 
 
-class PlanPart(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class SpaceArm(PlanPart):
-    changes: dict[str, Value] = {}
+class SpaceArm(Declared):
+    changes: Mapping[str, Value] = {}
     agent: str = ""
 
 
-class SpaceKnob(PlanPart):
+class SpaceKnob(Declared):
     values: Annotated[tuple[float, ...], Field(min_length=1)]
 
 
@@ -73,11 +70,11 @@ def with_claim(given: object) -> object:
     return {"claim": f"{given.get('arm')} scores higher than {given.get('against')}", "sign": "?", **given}
 
 
-class Space(PlanPart):
+class Space(Declared):
     """The whole file."""
 
     arms: Annotated[dict[ArmName, SpaceArm], Field(min_length=2)]
-    knobs: dict[str, SpaceKnob] = {}
+    knobs: Mapping[str, SpaceKnob] = {}
     hypotheses: tuple[Annotated[Hypothesis, BeforeValidator(with_claim)], ...] = ()
     metric: str = METRIC
     sesoi: Annotated[float, Field(gt=0)] = SESOI
@@ -134,19 +131,8 @@ def code_hash(folder: Path, agent: str) -> str:
     return hashlib.sha256(function.encode() + b"\0" + path.read_bytes()).hexdigest()[:16]
 
 
-def plan(
-    topic: str,
-    *,
-    budget: float,
-    space: Space,
-    subject: Subject,
-    folder: Path = Path(),
-    seed: int = 0,
-) -> Study:
-    """Plans a study. Raises `ConfigError` if its arms cannot be compared, or if it exceeds the budget.
-
-    The topic is a title. `budget` is in full runs. `folder` holds the agents of the space.
-    """
+def plan(topic: str, *, budget: float, space: Space, subject: Subject, folder: Path = Path(), seed: int = 0) -> Study:
+    """Plans a study. `budget` is in full runs, `folder` holds the agents of the space. Raises `ConfigError`."""
     arms = space.make_arms(folder)
     check_job(subject.settings)
     check_arms(arms, {"job.optimizer.total_steps": subject.steps, **subject.settings})
@@ -188,9 +174,7 @@ def check_job(settings: Setting) -> None:
 
 
 def check_arms(arms: Sequence[Arm], base: Setting) -> None:
-    """Raises `ConfigError` if a server would refuse an arm at some value of its knobs, or if two would be trained
-    alike.
-    """
+    """Raises `ConfigError` if a server would refuse an arm at a value of its knobs, or if two are trained alike."""
     trained: dict[str, object] = {}
     for arm in arms:
         try:

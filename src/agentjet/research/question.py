@@ -26,7 +26,9 @@ from agentjet.config.loader import check_model_name, parse_value
 from agentjet.errors import ConfigError, did_you_mean
 from agentjet.recipes import registry
 from agentjet.research.models import (
+    GIVEN,
     VETOED,
+    Declared,
     Equal,
     Finding,
     Hypothesis,
@@ -40,7 +42,7 @@ from agentjet.research.models import (
     shortened,
     shown_model,
 )
-from agentjet.research.plan import METRIC, PlanPart, check_job
+from agentjet.research.plan import METRIC, check_job
 
 Form = Literal["compare", "dose_response", "interaction", "scaling", "diagnose", "robustness", "trade_off"]
 LONGEST_TOPIC = 1000
@@ -49,14 +51,14 @@ SHARE = 0.1
 """The smallest change of tokens and seconds that matters."""
 
 
-class Varied(PlanPart):
+class Varied(Declared):
     """A factor of a question, with the levels that are compared. The first level is the usual one, if it is one."""
 
     factor: str
     levels: tuple[Value, ...] = ()
 
 
-class Citation(PlanPart):
+class Citation(Declared):
     """A paper that a plan builds on."""
 
     file: str
@@ -66,7 +68,7 @@ class Citation(PlanPart):
     """Its first line."""
 
 
-class StudyQuestion(PlanPart):
+class StudyQuestion(Declared):
     """A question whose answer a study can be planned for."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)  # A language model reads the schema.
@@ -376,12 +378,8 @@ class PlannedArm:
 
 MOST_ARMS = 12
 SIZES = ("job.group_size", "job.batch_size")
-GIVEN = "given"
-"""Level of a factor that is code: the subject's own."""
 KEY_OF = {"agent": "agent", "prompt": "agent", "reward": "reward", "world": "deployed", "tasks.filter": "tasks"}
 """Factors whose levels are files, with the key of subject.toml that names them."""
-ALIASES = ("own_recipe",)
-"""Needs that are levels of another factor."""
 METRICS_IN_WORDS: Mapping[Metric, str] = {
     "score": METRIC,
     "tokens": "tokens of an answer in training, at the end of a run",
@@ -403,7 +401,7 @@ def arms_of(
         if one.factor in question.needs and one.factor not in given and not question.patches.keys() & {*one.levels}:
             raise ConfigError(f"{topic!r} needs {question.needs[one.factor]}")
         levels[one.factor] = _levels(one, given, question, num_tasks)
-    if missing := [name for name in question.needs if name not in (*given, *levels, *ALIASES)]:
+    if missing := [name for name in question.needs if name not in (*given, *levels, "own_recipe")]:
         raise ConfigError(f"{topic!r} needs {question.needs[missing[0]]}")
     if question.equal == "episodes" and levels.keys() == {*SIZES}:
         del levels["job.batch_size"]  # It follows from the size of a group.
@@ -461,9 +459,7 @@ def _arm_name(levels: Setting) -> str:
 def _arm(
     levels: Setting, question: StudyQuestion, given: Mapping[str, Sequence[Value]], subject: Subject
 ) -> PlannedArm:
-    """Returns an arm with one level of each factor. With equal episodes a larger group means fewer groups
-    in a batch, and larger batches mean fewer of them.
-    """
+    """Returns an arm with one level of each factor. With equal episodes, larger batches mean fewer of them."""
     own = {name: levels[name] for name in levels if name in KEY_OF and levels[name] != GIVEN}
     patches = [question.patches[str(level)] for level in own.values() if level in question.patches]
     keys = {KEY_OF[name]: str(level) for name, level in own.items() if level not in question.patches}

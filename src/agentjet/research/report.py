@@ -554,10 +554,7 @@ def effects(findings: Sequence[Mapping[str, Any]], sesoi: float) -> str:
 
 
 def curves(named: Sequence[tuple[str, Sequence[Sequence[float]]]], steps: Sequence[int] = ()) -> str:
-    """A thick line for the mean of the curves of a name, and a thin one for each. Empty without a curve.
-
-    `steps` are those of the longest curve; without them values are numbered.
-    """
+    """The mean of the curves of each name, and thin ones. Empty without a curve. `steps` are those of the longest."""
     every = [curve for _, found in named for curve in found]
     longest = max(map(len, every), default=0)
     if longest < 2:
@@ -671,9 +668,7 @@ def write_files(files: Mapping[str, str], out: Path) -> Path:
 
 
 def render(log: StudyLog, more: Mapping[str, Any] = {}) -> dict[str, str]:
-    """Files of a study's report by name. `more` are facts of its campaign. Raises `ConfigError` if the log holds no
-    study.
-    """
+    """Files of a study's report by name. `more` are facts of its campaign. Raises `ConfigError` without a study."""
     facts = {**gather(StudyView(log)), **more}
     drawings = {"effects": effects(facts["findings"], facts["study"]["sesoi"]), "curves": curves_of(facts)}
     return files_of("study.md.jinja", facts, drawings)

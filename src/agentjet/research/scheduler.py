@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise, product
 from math import ceil, fsum
 from typing import NamedTuple, Protocol
@@ -67,15 +67,11 @@ class OutOfBudget(AgentJetError):
 
 
 class Spending:
-    """Full runs spent on the launched trials of a study, by phase. Repeats of lost runs are counted separately, because
-    they are not evidence.
-    """
+    """Full runs spent on a study, by phase. Repeats of lost runs are counted separately: they are not evidence."""
 
     def __init__(self, study: Study, launches: Iterable[tuple[Trial, int]] = ()) -> None:
         """`launches` are trials in the order of their first launch, each with its number of attempts."""
-        self.budget = study.budget
-        self._work = work_of(study.subject.settings, study.subject.steps) if study.subject else 0
-        self._study = study
+        self.budget, self._subject = study.budget, study.subject
         self.for_exploring = study.budget * (1 - study.reserve)
         self.spent: dict[Phase, float] = {"explore": 0.0, "confirm": 0.0}
         self.repeated = 0.0
@@ -99,8 +95,9 @@ class Spending:
 
     def length(self, trial: Trial) -> float:
         """Episodes of a whole run of the trial's arm, in those of the subject."""
-        subject = self._study.subject
-        return work_of({**subject.settings, **trial.setting}, subject.steps) / self._work if subject else 1.0
+        if (of := self._subject) is None:
+            return 1.0
+        return work_of({**of.settings, **trial.setting}, of.steps) / work_of(of.settings, of.steps)
 
 
 def work_of(setting: Setting, steps: int) -> float:
@@ -138,9 +135,7 @@ MAX_ATTEMPTS = 3
 
 
 class TrialRunner(Protocol):
-    """Runs trials. It keeps launches under their keys across restarts of the caller. It continues the shorter run of
-    the same arm, setting and seed, if there is one.
-    """
+    """Runs trials. Launches outlive the caller. A trial continues the shorter run of its arm, setting and seed."""
 
     def has(self, key: str) -> bool:
         """True if a launch under this key was accepted."""
@@ -176,9 +171,7 @@ class TrialLauncher:
         return Spending(self.study, [(trial, self.log.attempts[name]) for name, trial in self.log.trials.items()])
 
     def run(self, trials: list[Trial]) -> list[Outcome]:
-        """Returns outcomes of trials of one phase in the given order. Raises `OutOfBudget` before the first launch if
-        the budget cannot pay for all.
-        """
+        """Returns outcomes of trials of one phase, in order. Raises `OutOfBudget` before the first launch."""
         new = [trial for trial in trials if trial.id not in self.log.trials]
         if new:
             spending, phase = self.spending, new[0].phase
@@ -264,10 +257,7 @@ class Evidence:
         return [h for h in self.study.hypotheses if h.id not in self.findings and h.contrast.keys() <= arms]
 
     def next_trials(self, hypotheses: list[Hypothesis], seeds: int) -> list[Trial]:
-        """The trials that bring every arm under test to `seeds` seeds.
-
-        The order of the arms is reversed with each seed, so that changes over time affect all arms alike.
-        """
+        """The trials up to `seeds` seeds. Every other seed reverses the arms, so that drifts affect all arms alike."""
         asked = {name for hypothesis in hypotheses for name in hypothesis.contrast}
         arms = [arm.name for arm in self.study.arms if arm.name in asked]
         return [
@@ -278,9 +268,7 @@ class Evidence:
         ]
 
     def decide(self, hypotheses: list[Hypothesis]) -> None:
-        """Adds the decisions of this look. A decision raises the shares of the others, so the test repeats until none
-        is added.
-        """
+        """Adds the decisions of this look. Each raises the shares of the others, so the test repeats."""
         while True:
             news = [self.finding(h) for h in hypotheses if h.id not in self.findings]
             decided = {found.hypothesis: found for found in news if found.verdict != "inconclusive"}
@@ -349,7 +337,7 @@ class Evidence:
             reason = f"look at {look} seeds" + ("" if hypothesis.confirmatory else ", exploratory")
             reason += UNSEEN if reading.p_value is None else ""
         reason += self.lost_seeds(hypothesis) + self.repeated_episodes(hypothesis)
-        return Finding(hypothesis.id, reason=reason, **asdict(reading), seeds=few, settings=chosen, trials=trials)
+        return Finding(hypothesis.id, reason=reason, **reading._asdict(), seeds=few, settings=chosen, trials=trials)
 
     def lost_seeds(self, hypothesis: Hypothesis) -> str:
         """Lists seeds that the infrastructure lost for good."""
@@ -365,9 +353,7 @@ class Evidence:
 
 
 def confirm(study: Study, settings: Mapping[str, Setting], launcher: TrialLauncher) -> list[Finding]:
-    """Returns one finding per hypothesis, in their order. Records each new one, so that it is visible before the study
-    ends.
-    """
+    """Returns one finding per hypothesis, in their order. Each is recorded before the study ends."""
     log, evidence = launcher.log, Evidence(study, settings)
     log.decide("frozen", {name: dict(setting) for name, setting in sorted(settings.items())})
     why, vetoed = "", set[str]()
@@ -421,9 +407,7 @@ def nothing_to_learn(outcomes: list[Outcome], sesoi: float) -> bool:
 
 
 def different_runs(outcomes: list[Outcome]) -> int:
-    """Number of runs with a score that differ in their curves or training rewards, at least 1. Seeds that are ignored
-    repeat one run.
-    """
+    """Number of runs, at least 1, with other curves or training rewards. Ignored seeds repeat one run."""
     ways = {
         tuple(round(value or 0.0, DIGITS) for value in (*outcome.curve, *outcome.signals.get("reward/mean", ())))
         for outcome in outcomes
@@ -489,9 +473,7 @@ def settings(arm: Arm) -> list[Setting]:
 
 
 def reliable_rungs(study: Study, search: Search, candidates: Sequence[Setting]) -> tuple[float, ...]:
-    """Returns the rungs that would have lost this arm nothing that matters, judged by one seed. The last rung is always
-    kept.
-    """
+    """Returns the rungs that would have lost this arm nothing that matters, by one seed; always the last one."""
     scores = {rung: search.run(candidates, rung, seed=0) for rung in study.rungs}
     last = scores[study.rungs[-1]]
     return tuple(
@@ -502,9 +484,7 @@ def reliable_rungs(study: Study, search: Search, candidates: Sequence[Setting]) 
 
 
 def rank_loss(early: Sequence[float], late: Sequence[float]) -> float:
-    """Returns how much better the best final score is than the best among early survivors. Infinite if early scores are
-    all equal or any is missing.
-    """
+    """By how much the best final score is above that of early survivors. Infinite if early scores tell nothing."""
     if not np.isfinite([*early, *late]).all() or np.ptp(early) == 0:
         return float("inf")
     return max(late) - max(late[i] for i in best_first(early)[: survivors(early)])
@@ -590,8 +570,8 @@ def estimate_cost(study: Study) -> CostEstimate:
     return CostEstimate(halving + finals + compared * study.looks[0], sum(tuned) + finals + compared * study.looks[-1])
 
 
-def halving_cost(candidates: int, rungs: Sequence[float]) -> float:
-    cost, alive = 0.0, candidates
+def halving_cost(alive: int, rungs: Sequence[float]) -> float:
+    cost = 0.0
     for before, rung in pairwise((0.0, *rungs)):
         cost += alive * (rung - before)
         alive = min(alive, survivors(range(alive)))

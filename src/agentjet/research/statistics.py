@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 from scipy import optimize, special, stats
@@ -102,8 +103,7 @@ def any_crossing(looks: tuple[int, ...], level: float) -> float:
 # ---- verdicts ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class LookResult:
+class LookResult(NamedTuple):
     """A look at two arms, in the terms of a `Finding`."""
 
     verdict: Verdict
@@ -173,13 +173,7 @@ def read(
 
 
 def predictive_power(
-    found: Difference,
-    seeds: int,
-    last: int,
-    *,
-    sesoi: float,
-    difference_level: float,
-    equivalence_level: float,
+    found: Difference, seeds: int, last: int, *, sesoi: float, difference_level: float, equivalence_level: float
 ) -> float:
     """Chance that the look at `last` seeds will decide (see `read`), given the scores of `seeds` seeds.
 
@@ -210,13 +204,9 @@ def planned_power(
     is called equivalent with that chance if the smallest effect is the second one.
     """
     unit, degrees = math.sqrt(sum(weight**2 for weight in weights) / seeds), len(weights) * (seeds - 1)
-
-    def quantile(chance: float) -> float:
-        return float(special.stdtrit(degrees, chance))
-
-    beyond = quantile(1 - difference_level / 2) + quantile(POWER)
-    within = quantile(1 - equivalence_level) + quantile((1 + POWER) / 2)
-    return beyond * unit, within * unit
+    chances = [[1 - difference_level / 2, POWER], [1 - equivalence_level, (1 + POWER) / 2]]
+    beyond, within = special.stdtrit(degrees, chances).sum(1) * unit
+    return float(beyond), float(within)
 
 
 def largest_unseen_rate(seeds: int, alpha: float = 0.05) -> float:

@@ -31,7 +31,6 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Event
-from types import TracebackType
 from typing import Any, NamedTuple, Protocol, Self
 
 from agentjet.errors import AgentJetError, ConfigError
@@ -101,18 +100,13 @@ class ServerSlot(Protocol):
         """Name for messages."""
 
     def serve(self, run: Path, settings: Setting, stopping: Event) -> AbstractContextManager[RunningServer]:
-        """Serves the run with the folder `run`, from the base model or from where the run stopped.
-
-        Raises `AgentJetError` if no server is available, or if the study is `stopping`.
-        """
+        """Serves the run from where it stopped. Raises `AgentJetError` without a server, or if it is `stopping`."""
 
     def check(self) -> None:
         """Contacts the server once. Raises `ServerUnavailable` if no trial could run there."""
 
     def run_finished(self, run: Path) -> None:
-        """Called when no trial continues this run; files that only a continuation needs may be deleted. A slot that has
-        the policy moves it to `POLICY` in the run's folder.
-        """
+        """Called when no trial continues this run. A slot with the policy moves it to `POLICY` in its folder."""
 
 
 POLICY = "policy"
@@ -260,7 +254,7 @@ class SwarmRunner:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     # ---- the thread of a slot --------------------------------------------------------------------------------------
@@ -284,9 +278,7 @@ class SwarmRunner:
                 self._ended.notify_all()
 
     def _wait_for(self, slot: ServerSlot, gone: ServerUnavailable, pause: float) -> float:
-        """Waits until an unavailable slot may work again, and returns the next pause. Ends all work with the last slot:
-        then the caller decides how long to wait.
-        """
+        """Waits until a slot may work again, and returns the next pause. Ends all work with the last slot."""
         with self._ended:
             self._num_slots -= 1
             if not self._num_slots:
@@ -305,9 +297,7 @@ class SwarmRunner:
         return pause
 
     def _run_trial(self, key: str, slot: ServerSlot) -> None:
-        """Runs one trial in one slot; if the server dies, continues on a new one. Raises `ConfigError`, and
-        `ServerUnavailable` for a slot that is gone.
-        """
+        """Runs one trial, on a new server if one dies. Raises `ConfigError`, and `ServerUnavailable` for the slot."""
         trial = Trial.from_json(read_json(self._launches / key / "trial.json"))
         self._running[key] = RunningTrial(trial, slot.name, time.time())
         subject = self._subject_of(trial)
@@ -323,7 +313,11 @@ class SwarmRunner:
                     order = TrialOrder(trial, subject, server.address, str(run), str(draft), self._unsafe)
                     note = self._run_process(order, server, self._launches / key / "work.log")
                     if draft.exists() and read_json(draft)["score"] is None:
-                        self._check_served(server, draft)
+                        try:
+                            server.check()
+                        except AgentJetError:  # the lost trial came of a server that is gone, and does not count
+                            draft.unlink()
+                            raise
                 servings += 1
             except ConfigError:
                 raise
@@ -381,14 +375,6 @@ class SwarmRunner:
             f"the code, plan another study in another folder. {lost.note}"
         )
 
-    def _check_served(self, server: RunningServer, lost: Path) -> None:
-        """Raises the error of a server that is gone. The lost trial came of that, and does not count."""
-        try:
-            server.check()
-        except AgentJetError:
-            lost.unlink()
-            raise
-
     def _check_machine(self, found: str, slot: ServerSlot) -> None:
         """Raises `ServerUnavailable` for a machine of another kind than the first, if the trials compare seconds."""
         found = found or "unknown"
@@ -430,7 +416,11 @@ class SwarmRunner:
                 while process.poll() is None and not self._stopping.wait(LOOK_SECONDS):
                     server.check()
         finally:
-            code = wait_for_exit(process)
+            try:
+                code = process.wait(ENDING_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                code = process.wait()
         written = log.read_bytes()[begin:].decode("utf-8", "replace")
         tail = "\n".join(written.splitlines()[-NUM_LOG_LINES:])
         if code == WRONG_STUDY:
@@ -444,15 +434,6 @@ class SwarmRunner:
 def kept_policy(folder: Path, arm: str, setting: Setting) -> Path:
     """The folder with the policy of an arm's newest confirming run (`policy/`), and that run (`run.json`)."""
     return folder / "policies" / hash_of([arm, dict(setting)])
-
-
-def wait_for_exit(process: subprocess.Popen[bytes]) -> int:
-    """Waits for a process that was asked to end, and returns its exit code."""
-    try:
-        return process.wait(ENDING_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        return process.wait()
 
 
 def read_json(path: Path) -> Any:

@@ -56,9 +56,7 @@ class Read(NamedTuple):
 
 
 def read_topic(topic: str, settings: Setting | None = None) -> StudyQuestion:
-    """Reads a topic. `settings` are those of the subject, with whose own values others are compared. Raises
-    `ConfigError` for one that no study can answer, or that was not understood.
-    """
+    """Reads a topic. `settings` are the subject's, with which levels are compared. Raises `ConfigError`."""
     words = _words(check_length(topic))
     refuse(not words, EMPTY)
     letters = [character for character in topic if character.isalpha()]
@@ -77,7 +75,8 @@ def read_topic(topic: str, settings: Setting | None = None) -> StudyQuestion:
             raise ConfigError(f"the topic {topic!r} asks about {one.factor.name}: {one.factor.refused}")
     equal = next(iter(amounts), "episodes")
     form: Form = next((form for form in factor_table()["cues"] if _pattern("cues", form).search(text)), "compare")
-    unread = list(dict.fromkeys(word for word in _unread(words, used, text) if word not in _fillers()))
+    fillers = _words(factor_table()["fillers"])  # They change nothing once factors, numbers and cues were found.
+    unread = list(dict.fromkeys(word for word in _unread(words, used, text) if word not in fillers))
     if form == "robustness" and {one.factor.name for one in known} <= {"agent", "prompt", "steps", "tasks.order"}:
         known = [Read(factors()["world"], 0, 0)]
     if form == "trade_off" and not known and "tokens" in _metrics(text, form, known):
@@ -128,23 +127,16 @@ def _questions(topic: str) -> list[str]:
     return [clause for clause, _ in found]
 
 
-@cache
-def _fillers() -> frozenset[str]:
-    """Returns the words that change nothing in a topic once its factors, numbers and cues were found."""
-    return frozenset(_words(factor_table()["fillers"]))
-
-
-def _doubled(first: int, last: int) -> str:
-    """The numbers from one to another, each twice the one before."""
-    return " ".join(str(first * 2**power) for power in range(MOST_ARMS) if first * 2**power <= last)
-
-
 def _words(topic: str) -> list[str]:
     """Returns the words in lower case and in the singular."""
     plain = re.sub(r"(?<=[a-z])[-/](?=[a-z])", " ", topic.lower().replace("×", " x ").replace("'s", ""))
     if (powers := _pattern("powers")).search(plain):
-        row = _pattern("ranges")
-        plain = row.sub(lambda found: _doubled(int(found[1]), int(found[2])), powers.sub("", plain))
+
+        def doubled(found: re.Match[str]) -> str:
+            first, last = int(found[1]), int(found[2])
+            return " ".join(str(first * 2**power) for power in range(MOST_ARMS) if first * 2**power <= last)
+
+        plain = _pattern("ranges").sub(doubled, powers.sub("", plain))
     plain = re.sub(r"\b(?:job|model)\.(?:[a-z]+\.)*(?=[a-z])|_", " ", plain)
     plain = re.sub(r"-(?=\d+(?:\.\d+)?b\b)", " ", plain.replace("dr. ", "dr "))
     return [_stem(word) for word in _pattern("words").findall(plain)]

@@ -127,9 +127,7 @@ class TaskJudge:
         return share
 
     def pay(self, task: Task, value: Any) -> float:
-        """Mean score of a value as the answer, over its parts if it is a list or an object. A judge that cannot score
-        one pays 0. Raises `OffScale`.
-        """
+        """Mean score of a value, or of its parts, as the answer. A failing judge pays 0. Raises `OffScale`."""
         parts = [*value.values()] if isinstance(value, dict) else value if isinstance(value, list | tuple) else None
         if parts is not None:
             return statistics.fmean(self.pay(task, part) for part in parts[:MAX_PARTS]) if parts else 0.0
@@ -183,10 +181,7 @@ class JudgedEpisodes:
         """Held-out tasks of the newest evaluation, with a conversation of each and its score."""
 
     async def score(self, version: int, seed: int) -> HeldOutScore:
-        """Has the arm's agent play the held-out tasks. The first `repeats` episodes of a task count.
-
-        Raises `NotScorable`, and `ArmFailed` for an agent that does not call the model.
-        """
+        """Has the agent play the held-out tasks, `repeats` times each. Raises `NotScorable` and `ArmFailed`."""
         subject = self._subject
         ended = await self._arm.play(
             subject.as_deployed(self._held_out, self._arm.tasks), subject.repeats, version, seed
@@ -382,9 +377,7 @@ class TrialOrder(Record):
 
 
 class HeldOutScore(NamedTuple):
-    """Mean over the held-out tasks, its standard error and the lowest reward of an episode; and the number of episodes,
-    those that failed and were repeated included.
-    """
+    """Mean over the held-out tasks, its standard error, the lowest reward; and episodes with repeats, and failures."""
 
     mean: float
     error: float
@@ -431,10 +424,7 @@ class RunRecord:
         return tuple(scoring.mean for step, scoring in sorted(self.scorings.items()) if step <= end)
 
     def floor(self, declared: float) -> float:
-        """Score of a run whose policy cannot answer any more: the lowest reward it earned, and at most `declared`.
-
-        This rule is fixed before the data, so that rewards below 0 cannot make divergence pay.
-        """
+        """Score of a diverged run: its lowest reward, at most `declared`, so that rewards below 0 make none pay."""
         return min([declared, *(scoring.least for scoring in self.scorings.values())])
 
     def is_broken(self) -> bool:
@@ -461,12 +451,11 @@ class TrialProcess:
     def __init__(self, order: TrialOrder, swarm: AsyncSwarm, arm: ArmClient) -> None:
         """Raises `ConfigError` for code of the judge that cannot be loaded."""
         self._trial, self._subject, self._swarm, self._arm = order.trial, order.subject, swarm, arm
-        self._held_out = order.subject.held_out_tasks()
-        self._judged = JudgedEpisodes(order.subject, self._held_out, swarm, arm) if order.subject.judged else None
-        self._evaluator = None if order.subject.judged else order.subject.load_evaluator()
         subject = order.subject
-        width = subject.best - subject.worst
-        self._floor = (subject.floor - subject.worst) / width if subject.judged else subject.floor
+        self._held_out = subject.held_out_tasks()
+        self._judged = JudgedEpisodes(subject, self._held_out, swarm, arm) if subject.judged else None
+        self._evaluator = None if subject.judged else subject.load_evaluator()
+        self._floor = (subject.floor - subject.worst) / (subject.best - subject.worst)
         self._record = RunRecord(Path(order.run) / "record.json")
         self._lost: Counter[str] = Counter()
         """Reasons of training episodes that did not come back."""
@@ -539,9 +528,7 @@ class TrialProcess:
         self._record.add_metrics(found)
 
     async def _score(self, mark: int) -> None:
-        """Plays the held-out tasks at a step. A failed episode is repeated up to twice and counted. Raises
-        `NotScorable` if all tries of one fail, because a score needs every task.
-        """
+        """Plays the held-out tasks at a step. Raises `NotScorable` if all tries of an episode fail."""
         if mark in self._record.scorings:
             return
         async with asyncio.timeout(self._subject.patience):
@@ -586,9 +573,7 @@ class TrialProcess:
 
 
 def weight_changes(signals: Signals) -> dict[str, float]:
-    """Facts about the last steps in which the learner's weights changed. Empty without any, or if the worker did not
-    check.
-    """
+    """Facts about the last steps in which the learner's weights changed. Empty if none did, or none was checked."""
     sides = np.array([last(signals[f"weights/{side}"]) for side in ("learner", "sampler")])
     learner, sampler = map(float, sides[:, np.isfinite(sides).all(0)].sum(1))
     return {"learner_changes": learner, "sampler_changes": sampler / learner} if learner else {}

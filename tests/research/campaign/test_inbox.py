@@ -24,10 +24,9 @@ import pytest
 from agentjet.errors import ConfigError
 from agentjet.research.campaign import campaign as deciding
 from agentjet.research.campaign.campaign import Campaign, rules
-from agentjet.research.campaign.live import PAGE, LivePage, standing
 from agentjet.research.campaign.planner import plan_study
 from agentjet.research.campaign.proposers import PROMPTS, CodingAgent, LanguageModel, LlmToolCall, Reply
-from agentjet.research.campaign.report import build
+from agentjet.research.campaign.report import PAGE, LivePage, build, standing
 from agentjet.research.campaign.runs import Budget, Question
 from agentjet.research.campaign.strategist import Intervention, Strategist, View
 from agentjet.research.journal import HUMAN, INBOX, NOTEBOOK, HumanMessage, Inbox, JournalEntry, Notebook, read_log
@@ -528,7 +527,7 @@ def test_a_page_of_a_campaign_that_works(tmp_path: Path) -> None:
 
 
 def test_the_page_follows_the_campaign_and_never_stops_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentjet.research.campaign.live.WRITE_SECONDS", 0.001)
+    monkeypatch.setattr("agentjet.research.campaign.report.WRITE_SECONDS", 0.001)
     told: list[str] = []
     with Notebook(tmp_path, now=lambda: 0.0) as notebook:
         runner = FormulaRunner(Commits(), many)

@@ -40,14 +40,7 @@ from agentjet.research.campaign.runs import (
     StudyRuns,
     seed_of,
 )
-from agentjet.research.campaign.strategist import (
-    Intervention,
-    Proposer,
-    ProposerAway,
-    View,
-    broken,
-    signs,
-)
+from agentjet.research.campaign.strategist import Intervention, Proposer, ProposerAway, View, broken, signs
 from agentjet.research.campaign.subject_repo import SubjectRepo
 from agentjet.research.diagnosis import FAILED, PLAYS, toml_of
 from agentjet.research.journal import AGAIN, DECIDED, JournalEntry, Notebook, copied, proposer_of, stored, write_whole
@@ -65,7 +58,16 @@ from agentjet.research.models import (
 )
 from agentjet.research.question import answer
 from agentjet.research.report import StudyView, plan_page
-from agentjet.research.scheduler import AMOUNTS, DIRECTIONAL, TrialLauncher, TrialRunner, amount, conduct, estimate_cost
+from agentjet.research.scheduler import (
+    AMOUNTS,
+    DIRECTIONAL,
+    TrialLauncher,
+    TrialRunner,
+    amount,
+    conduct,
+    estimate_cost,
+    work_of,
+)
 from agentjet.research.statistics import variance
 
 # ---- the campaign ----------------------------------------------------------------------------------------------------
@@ -164,17 +166,13 @@ class Campaign:
         self.failures: dict[str, int] = {}
         """By name, rounds in which an intervention did not gain."""
         self.studies = 0
-        """Number of studies so far."""
         self.scores: dict[str, list[list[float]]] = {}
         """By commit, the scores of each study of it."""
         self.unable: dict[str, str] = {}
         """By name, why an intervention has no score."""
 
     def run(self) -> Any:
-        """Conducts the campaign to its end and returns the content of the entry `ended`.
-
-        Raises `ConfigError` if the folder belongs to another campaign, or the servers stay away.
-        """
+        """Conducts the campaign to its end and returns the content of the entry `ended`. Raises `ConfigError`."""
         if ended := self.notebook.over():
             return ended.content
         planned = self._start().get("planned")
@@ -341,7 +339,9 @@ class Campaign:
                 try:
                     if i >= most:
                         raise Refused(f"more than {most} proposals in a round")
-                    made = parsed(proposal)
+                    if isinstance(proposal, str):
+                        raise Refused(f"the answer cannot be used: {proposal}")
+                    made = Intervention.from_json(proposal)
                     if self.runs.is_vetoed(made.name):
                         raise Refused(f"people vetoed {made.name!r}")
                     if made.name in worn | tried:
@@ -351,8 +351,9 @@ class Campaign:
                     commit = self.runs.patiently(partial(self.repo.commit, base, made))
                     if commit in commits:
                         raise Refused("it makes the same files as the base or as another proposal")
-                except (Refused, ValueError, TypeError, ArithmeticError, RecursionError) as error:
-                    reason = str(error) if isinstance(error, Refused) else f"it cannot be used: {one_line(error)}"
+                except (Refused, ConfigError, ValueError, TypeError, ArithmeticError, RecursionError) as error:
+                    is_ours = isinstance(error, Refused | ConfigError)
+                    reason = str(error) if is_ours else f"it cannot be used: {one_line(error)}"
                     self._note_refusal(key, proposal, reason, entry.number)
                     continue
                 commits.add(commit)
@@ -670,9 +671,7 @@ DECIDING = (
 
 @cache
 def rules() -> dict[str, str]:
-    """The version of the package, and a hash of the code and the table that decide. Comments and docstrings do not
-    count.
-    """
+    """The version, and a hash of the code and the table that decide, without comments and docstrings."""
     parts = [canonical(toml_of("agentjet.research.campaign", "remedies.toml"))]
     for name in DECIDING:
         tree = ast.parse(package_files("agentjet.research").joinpath(name).read_text(encoding="utf-8"))
@@ -689,7 +688,6 @@ def rules() -> dict[str, str]:
 
 FIXED = ("job.seed", "job.max_steps", "job.keep_best")
 """Settings of the campaign itself."""
-LENGTH = ("job.batch_size", "job.group_size")
 NUMBER = re.compile(r"(?<![\w.])([-+]?\d[\d,]*\.?\d*(?:[eE][-+]?\d+)?)\s*(%?)")
 CLOSE = 0.02
 """Relative difference within which a cited number counts as that of the evidence."""
@@ -702,20 +700,12 @@ def check_settings(made: Intervention, settings: Mapping[str, Value]) -> None:
     for name, value in made.changes.items():
         if not name.startswith("job.") or name in FIXED:
             raise Refused(f"{name} = {value!r}: it is not the proposer's to change; give settings of the job")
-    before, after = ({**settings, **changes} for changes in ({}, made.changes))
-    if any(name in made.changes for name in LENGTH):
-        has, wanted = (episodes(each) for each in (before, after))
-        if wanted is None or wanted != has:
-            raise Refused(
-                f"job.batch_size x job.group_size: the base has {has} episodes a step, and arms are compared at equal "
-                "episodes; change both settings"
-            )
-
-
-def episodes(settings: Mapping[str, Value]) -> int | None:
-    """Training episodes of a batch; None without both sizes."""
-    batch, group = (settings.get(name) for name in LENGTH)
-    return batch * group if isinstance(batch, int) and isinstance(group, int) else None
+    before, after = (work_of({**settings, **changes}, 1) for changes in ({}, made.changes))
+    if before != after:
+        raise Refused(
+            f"job.batch_size x job.group_size: the base has {before:.0f} episodes a step, and arms are compared at "
+            "equal episodes; change both settings"
+        )
 
 
 def check_evidence(made: Intervention, entries: Sequence[JournalEntry]) -> None:
@@ -732,16 +722,6 @@ def check_evidence(made: Intervention, entries: Sequence[JournalEntry]) -> None:
 
 def numbers_in(text: str) -> list[float]:
     return [float(digits.replace(",", "")) / (100 if percent else 1) for digits, percent in NUMBER.findall(text)]
-
-
-def parsed(proposal: object) -> Intervention:
-    """A proposal of the notebook as an intervention. Raises `Refused`."""
-    if isinstance(proposal, str):
-        raise Refused(f"the answer cannot be used: {proposal}")
-    try:
-        return Intervention.from_json(proposal)
-    except ConfigError as error:
-        raise Refused(str(error)) from None
 
 
 def storable(answer: Intervention | str) -> Any:

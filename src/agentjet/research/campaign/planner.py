@@ -109,10 +109,7 @@ class PlanView:
 
 
 def question_of(topic: str, proposers: Sequence[Proposer], view: PlanView | None = None) -> StudyQuestion:
-    """Returns the plan of the first proposer that gives a valid one, else that of the grammar. It names its planner.
-
-    Raises `ConfigError` for a topic that no study can answer, or that nothing understood.
-    """
+    """The plan of the first proposer that gives a valid one, else that of the grammar. Raises `ConfigError`."""
     check_length(topic)
     view, used, away = view or PlanView(), Counter[str](), ""
     question = None

@@ -31,12 +31,12 @@ from pydantic import Field, TypeAdapter
 
 from agentjet.client.command import CapturedProcess
 from agentjet.errors import AgentJetError, ConfigError
-from agentjet.research.arm_process import LIMITS
+from agentjet.research.arm_process import sandbox_for
 from agentjet.research.campaign.strategist import Intervention, Proposer, ProposerAway, View, facts_of
 from agentjet.research.campaign.subject_repo import git, read_folder, write_files
 from agentjet.research.diagnosis import toml_of
 from agentjet.research.models import Message, Record, adapter, refuse, shortened
-from agentjet.sandbox import ProgramFolder, Sandbox, missing, programs
+from agentjet.sandbox import ProgramFolder, missing, programs
 
 # ---- a language model ------------------------------------------------------------------------------------------------
 
@@ -106,10 +106,7 @@ class LanguageModel(Proposer):
         return [*tools.proposals, prose] if prose else tools.proposals
 
     def converse(self, tools: ModelTools, rules: str, begin: str) -> str:
-        """Lets the model call tools until they are done. Returns the prose of a model that calls none, else "".
-
-        Raises `ProposerAway`.
-        """
+        """Lets a model call tools until they are done; the prose of one that calls none. Raises `ProposerAway`."""
         messages: list[Message] = [{"role": "system", "content": rules}, {"role": "user", "content": begin}]
         deadline, prose, read, written = time.monotonic() + self.seconds, 0, 0, 0
         self.used = {}
@@ -310,9 +307,7 @@ def replies_in(record: Path) -> list[Reply]:
 
 @dataclass(frozen=True)
 class LlmEndpoint:
-    """A model behind an API. `url` is the part before `/chat/completions` (openai) or `/messages` (anthropic), such as
-    `http://127.0.0.1:8000/v1`.
-    """
+    """A model behind an API. `url` is the part before `/chat/completions` or `/messages`, such as `http://.../v1`."""
 
     url: str
     model: str
@@ -450,9 +445,11 @@ class CodingAgent(Proposer):
             ).decode("utf-8", "replace")
             if not patch:
                 return []
+            given = object_in(folder / "work" / "hypothesis.json")
+            reasons = {key: str(given.get(key, ""))[:2000] for key in REASONS}
+            reasons["name"] = reasons["name"][:80] or "a patch of the coding agent"
             try:
-                given = {"kind": "agent", "patch": patch, **reasons(folder / "work" / "hypothesis.json")}
-                return [Intervention.from_json(given)]
+                return [Intervention.from_json({"kind": "agent", "patch": patch, **reasons})]
             except ConfigError as error:
                 return [str(error)]
 
@@ -482,15 +479,8 @@ class CodingAgent(Proposer):
             options["env"] = {**own, **self.environment}
         else:
             files = [Path(word).resolve() for word in self.command[1:] if Path(word).is_file()]
-            options["sandbox"] = Sandbox(
-                folder=work,
-                readable=(*self.readable, *files, *programs(self.command[0])),
-                network="model" if self.url else "open",
-                model_url=self.url,
-                paths=("/",),
-                limits=LIMITS,
-                variables={**own, **self.environment},
-            )
+            readable = (*self.readable, *files, *programs(self.command[0]))
+            options["sandbox"] = sandbox_for(self.url, work, readable, {**own, **self.environment})
         with TemporaryFile() as given:
             given.write(task.encode())
             given.seek(0)
@@ -535,10 +525,3 @@ def object_in(file: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         given = {}
     return given if isinstance(given, dict) else {}
-
-
-def reasons(file: Path) -> dict[str, str]:
-    """Name and reasons of the command's change; defaults if it gave none."""
-    given = object_in(file)
-    found = {key: str(given.get(key, ""))[:2000] for key in REASONS}
-    return {**found, "name": found["name"][:80] or "a patch of the coding agent"}

@@ -43,7 +43,6 @@ PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENOMEM, errno.EAGAIN, er
 LONGEST_RUN = 4
 """Maximum steps of a full run, in those of the subject as given, if arms learn from equal tokens or for equal times."""
 MAX_BUDGET = 1_000_000
-"""Maximum full runs or hours."""
 T = TypeVar("T")
 
 
@@ -172,7 +171,6 @@ class CampaignRuns:
         self._steps: dict[str, int] = {}
         """By the hash of a commit and a setting, the steps of a full run, where tokens or seconds are equal."""
         self.spent = {"runs": 0.0, "hours": 0.0}
-        """Full runs and hours of work so far."""
         self._waited = 0.0
         self._reached: dict[str, float] = {}
         self._under_way: dict[str, Trial] = {}

@@ -26,12 +26,12 @@ from statistics import fmean
 from typing import Annotated, Any, Literal, Protocol
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from agentjet.client.agent_source import file_and_function
 from agentjet.research.diagnosis import Signals, SignRule, toml_of
 from agentjet.research.journal import JournalEntry
-from agentjet.research.models import UNSEEN, Outcome, Record, Setting, Value, refuse
+from agentjet.research.models import UNSEEN, Declared, Outcome, Record, Setting, Value, refuse
 
 # ---- proposals -----------------------------------------------------------------------------------------------------
 
@@ -39,7 +39,6 @@ Kind = Literal["settings", "recipe", "agent", "prompt", "reward", "curriculum", 
 LONGEST_NAME = 160
 LONGEST_PATCH = 200_000
 MOST_CHANGES = 50
-"""Maximum settings that an intervention changes."""
 Reason = Annotated[str, Field(max_length=2_000)]
 NOTES = 5
 """Notes of people that stand in a prompt. The notebook has all."""
@@ -96,7 +95,6 @@ class View:
     judge_source: str
     """Source of the evaluator, which an arm may copy as its training reward."""
     vetoed: Set[str] = frozenset()
-    """Names of interventions that people vetoed."""
 
     def remarks(self) -> str:
         """Vetoes and the newest notes of people, for a prompt; empty without any."""
@@ -276,16 +274,16 @@ def judge_reward(files: Files, judge_source: str) -> Files:
     return {REWARD_FILE: judge_source, "subject.toml": text[:place] + named + text[place:]}
 
 
-def keep_mixed(files: Files, by_task: Mapping[str, Sequence[float]], fewest: int = 4) -> Files:
+def keep_mixed(files: Files, by_task: Mapping[str, Sequence[float]]) -> Files:
     """Keeps the training tasks whose episodes differed, and those that were hardly tried."""
     named = str(tomllib.loads(files["subject.toml"])["tasks"])
     if not named.endswith(".jsonl") or named not in files:
         return {}
     rows = dict(enumerate(lines(files[named]), 1))
     names = {n: str(json.loads(row).get("id", f"line-{n}")) if row.strip() else "" for n, row in rows.items()}
-    equal = {task for task, (least, most, tried) in by_task.items() if tried >= fewest and least == most}
+    equal = {task for task, (least, most, tried) in by_task.items() if tried >= TRIED and least == most}
     kept = [row for number, row in rows.items() if names[number] not in equal]
-    return {named: "".join(kept)} if fewest <= len(kept) < len(rows) else {}
+    return {named: "".join(kept)} if TRIED <= len(kept) < len(rows) else {}
 
 
 def span_of(source: str, node: Any) -> tuple[int, int]:
@@ -316,10 +314,8 @@ LISTS = frozenset({"job.sampling.override"})
 """Settings to which several remedies add."""
 
 
-class Remedy(BaseModel):
+class Remedy(Declared):
     """A row of `remedies.toml`, which documents the fields."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str
     cause: str = Field(alias="for")

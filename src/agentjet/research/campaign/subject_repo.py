@@ -159,9 +159,7 @@ ENTRY = re.compile(r"""(\s*([\w.'" -]+?)\s*=\s*)(.*?)(\s+#[^'"]*)?$""")
 
 
 def respelled(text: str, before: Subject, after: Subject) -> str:
-    """The user's subject.toml with the values that differ between two subjects. Other lines stay, if each of these
-    values has a line.
-    """
+    """The user's subject.toml with the values that differ. Other lines stay, if each of these values has a line."""
     old, new = keys_of(before), keys_of(after)
     for name in sorted(name for name in {*old, *new} if old.get(name) != new.get(name)):
         text = with_value(text, name if name in ARM_KEYS else f"settings.{name}", new.get(name))
@@ -208,7 +206,6 @@ MAX_BYTES = 32 << 20
 MAX_NAME, MAX_PATH = 255, 1000
 """Bytes of a file's name, and characters of its path. Git takes longer ones, and a file system does not."""
 MAX_CHANGED = 200
-"""Files that one change may touch."""
 TEXT = (".py", ".toml", ".jsonl", ".json", ".md", ".txt")
 """Suffixes of files that proposers read and change."""
 WHO = {
@@ -251,10 +248,7 @@ class SubjectRepo:
     def create(
         cls, folder: Path, subject: Path, load: Load = arm_process.checked, *, unsafe: bool = False
     ) -> SubjectRepo:
-        """Copies the folder of the file `subject` into the campaign's. Opens a repository that is there already.
-
-        Raises `ConfigError` for a subject that cannot run, with its first error.
-        """
+        """Copies the folder of the file `subject`, unless that was done. Raises `ConfigError` if it cannot run."""
         if not (folder / "source.json").exists():
             given = read_subject(subject)
             check_settings(given.settings)
@@ -295,9 +289,7 @@ class SubjectRepo:
         changes: Setting = MappingProxyType({}),
         keys: Mapping[str, str] = MappingProxyType({}),
     ) -> str:
-        """Returns the commit of a change on top of `base`. `keys` are those of subject.toml that a person gave other
-        values. Raises `Refused`.
-        """
+        """The commit of a change on top of `base`. `keys` of subject.toml were set by a person. Raises `Refused`."""
 
         def change(index: str) -> None:
             if patch:
@@ -610,9 +602,7 @@ def git(
 
 
 def read_folder(folder: Path, model: Path) -> dict[str, bytes]:
-    """The user's files by path, without the model's. Raises `ConfigError` for a folder that is too large, and for text
-    that proposers could not read.
-    """
+    """The user's files by path, without the model's. Raises `ConfigError` for too many, and for unreadable text."""
     found: dict[str, bytes] = {}
     size = 0
     for path in sorted(files_below(folder)):
@@ -641,12 +631,10 @@ def checked_judge(subject: Subject) -> set[tuple[str, str]]:
     except (TypeError, ValueError) as error:
         raise ConfigError(f"held_out = {subject.held_out!r}: payloads must be JSON: {error}") from None
     keys = {key for task in held_out if isinstance(task.payload, dict) for key in task.payload}
-    if missing := sorted({*subject.hidden} - keys - {*HIDDEN}):
-        named = f"hidden = {[*subject.hidden]}: no held-out task has {missing[0]!r}"
-        raise ConfigError(unknown_key(named, missing[0], [*keys]))
-    if missing := sorted({*subject.shown} - keys):
-        named = f"shown = {[*subject.shown]}: no held-out task has {missing[0]!r}"
-        raise ConfigError(unknown_key(named, missing[0], [*keys]))
+    for key, given, usual in (("hidden", subject.hidden, HIDDEN), ("shown", subject.shown, [])):
+        for missing in sorted({*given} - keys - {*usual}):
+            named = f"{key} = {[*given]}: no held-out task has {missing!r}"
+            raise ConfigError(unknown_key(named, missing, [*keys]))
     for key in judge.telling_keys(held_out):
         raise ConfigError(
             f"held_out = {subject.held_out!r}: {key!r} holds the answer, because the judge pays its value: add it to "
