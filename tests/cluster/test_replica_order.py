@@ -256,13 +256,29 @@ async def test_fronts_get_their_tokens_after_the_answer_to_adopt_and_change_no_w
         front.close()
 
 
-async def test_no_piece_is_longer_than_asked(tmp_path: Path) -> None:
+PIECES = {
+    "one delta has several pieces": (2, [(10, 11, 12, 13, 2)], [(10, 11), (12, 13), (2,)]),
+    "one more delta would not fit": (
+        6,
+        [(10,), (11, 12), (13, 14), (15, 16), (2,)],
+        [(10, 11, 12, 13, 14), (15, 16, 2)],
+    ),
+    "the next delta fits": (5, [(10,), (11, 12), (13, 14), (2,)], [(10, 11, 12, 13, 14), (2,)]),
+}
+
+
+@pytest.mark.parametrize(("size", "deltas", "pieces"), PIECES.values(), ids=PIECES)
+async def test_no_piece_is_longer_than_asked(
+    tmp_path: Path, size: int, deltas: list[tuple[int, ...]], pieces: list[tuple[int, ...]]
+) -> None:
     async with Scene(tmp_path) as scene:
-        id = scene.sample(piece_tokens=2)
-        await scene.yielded(delta(10, 11, 12, 13, 2))
-        sent = await scene.link.until(3)
-        assert [piece.tokens for _, piece in sent] == [(10, 11), (12, 13), (2,)]
-        assert [(one, piece.finish_reason) for one, piece in sent] == [(id, None), (id, None), (id, "stop")]
+        id = scene.sample(piece_tokens=size)
+        for tokens in deltas:
+            await scene.yielded(delta(*tokens))
+        sent = await scene.link.until(len(pieces))
+        assert [piece.tokens for _, piece in sent] == pieces
+        reasons: list[str | None] = [None] * (len(pieces) - 1) + ["stop"]
+        assert [(one, piece.finish_reason) for one, piece in sent] == [(id, reason) for reason in reasons]
 
 
 async def test_tokens_are_sent_when_they_are_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,6 +62,8 @@ class Completion:
     support: list[bytes] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     num_sampled: int = 0
+    num_new: int = 0
+    """Tokens of the last delta."""
     since: float = 0.0
     """Time of the first token that is not sent yet."""
     sent_at: float = -1.0
@@ -74,16 +76,17 @@ class Completion:
             raise ComputeError("the policy has diverged: its logits are not finite")
         if not self.tokens:
             self.since = time.monotonic()
-        self.num_sampled += len(delta.tokens)
+        self.num_new = len(delta.tokens)
+        self.num_sampled += self.num_new
         self.tokens += delta.tokens
         self.logprobs += delta.logprobs
         self.support += delta.support
         self.versions += delta.versions
 
     def is_due(self) -> bool:
-        """Returns whether a piece must be sent."""
-        now = time.monotonic()
-        return self.params.is_due(len(self.tokens), self.sent_at, now) or now - self.since >= PIECE_SECONDS
+        """Returns whether a piece must be sent. It is, too, if one more delta would not fit."""
+        now, num_tokens = time.monotonic(), len(self.tokens) + self.num_new - 1
+        return self.params.is_due(num_tokens, self.sent_at, now) or now - self.since >= PIECE_SECONDS
 
     def finish_reason(self) -> FinishReason | None:
         """Returns why the completion ends with its last token; None if it goes on."""
