@@ -15,7 +15,8 @@ last line; `ratio` is our tokens per second over the library's.
 
 `--replica` measures a vLLM replica with its connection, in turn with vLLM's own API and the same settings, on one core,
 by the CPU seconds of all processes of each: `sampler_efficiency` is the quotient of their cheapest batches of 64
-completions. It needs the sampler's environment.
+completions. vLLM's own API computes in one more process and waits for it in a loop, which costs a second core where one
+is free: compare on a busy machine, too. It needs the sampler's environment.
 """
 
 from __future__ import annotations

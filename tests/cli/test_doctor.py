@@ -110,9 +110,11 @@ FAR = {"policies": {"far": {"compute": RAY}, "here": {}}, "compute": {**RAY, "ad
             "note policy: 9 ranks + 1 samplers: model.device = 'cpu', so CPUs compute"]),
         ({"samplers": 9}, {}, LAPTOP, ["problem samplers = 9: at most 8 replicas fit the CPU cores"]),
         ({"samplers": 8}, {}, LAPTOP, ["-at most 8 replicas fit the CPU cores"]),
-        ({}, {}, CONTAINER, ["problem /dev/shm has 64 MiB free, and vLLM's replicas need 160 MiB: start"]),
-        ({}, {}, replace(LAPTOP, shared_memory=1 << 30), ["-/dev/shm"]),
-        ({"address": "auto"}, {}, CONTAINER, ["-/dev/shm"]),  # Other machines have the replicas.
+        ({"tensor_parallel": 2}, {}, CONTAINER, [
+            "problem /dev/shm has 64 MiB free, and vLLM's replicas need 160 MiB: start"]),
+        ({"tensor_parallel": 2}, {}, replace(LAPTOP, shared_memory=1 << 30), ["-/dev/shm"]),
+        ({}, {}, CONTAINER, ["-/dev/shm"]),  # One process computes.
+        ({"tensor_parallel": 2, "address": "auto"}, {}, CONTAINER, ["-/dev/shm"]),  # Other machines have the replicas.
         # Recipes and packages.
         ({}, {"job.recipe": "ppo"}, LAPTOP, [
             "problem job.recipe = 'ppo' needs values, and the cluster backend has none"]),

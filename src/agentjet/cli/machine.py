@@ -195,7 +195,8 @@ def _shared_memory(cluster: Sequence[ComputeConfig], machine: Hardware) -> Itera
     """Yields the shared memory that the replicas on this machine need and do not have."""
     from agentjet.compute.memory import SHARED_BYTES
 
-    needed = SHARED_BYTES * sum(compute.samplers.least for compute in cluster if not compute.address)
+    of_several_gpus = [compute for compute in cluster if compute.tensor_parallel > 1 and not compute.address]
+    needed = SHARED_BYTES * sum(compute.samplers.least for compute in of_several_gpus)
     if machine.shared_memory is not None and needed > machine.shared_memory:
         text = f"/dev/shm has {machine.shared_memory >> 20} MiB free, and vLLM's replicas need {needed >> 20} MiB"
         yield "problem", f"{text}: start the container with more (docker run --shm-size=1g)"

@@ -37,7 +37,7 @@ FEWEST_ROWS, MOST_ROWS = 8, 512
 REPLICA_ROWS = 256
 """Completions sampled at a time by a replica that shares no GPU, where `auto` chooses and the memory holds them."""
 SHARED_BYTES = 160 * 2**20
-"""Shared memory of a replica: the messages between vLLM's processes."""
+"""Shared memory of a replica with `tensor_parallel`: the messages between vLLM's processes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,7 +76,7 @@ DEATH_SECONDS = 0.5
 """Time between two looks at whether vLLM is dead."""
 RECEIVE_BYTES = 1 << 20
 OUTPUT_TOKENS = 4
-"""Tokens of an output of vLLM for a completion that is not streamed. An output costs vLLM and us 50 µs, a token 15."""
+"""Tokens of an output of vLLM for a completion that is not streamed. An output costs 36 µs beside 32 for a token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -527,8 +527,9 @@ FRAME = struct.Struct("<QIBI")
 """Header of a message: id of the completion, position of the token, kind, length of the content that follows."""
 LOGPROB = struct.Struct("<f")
 """Content for a token of the probe."""
-STEP_TOKENS = 256
-"""Tokens of a step on a CPU. More are not faster each, and all running completions wait for the step."""
+STEP_TOKENS = 512
+"""Tokens of a step on a CPU. More are not faster each, and all running completions wait for the step. With fewer, a
+batch of calls takes more steps: each costs about 80 tokens beside those that it computes."""
 SET, ERROR = 0, 1
 """Kinds of content: an encoded set or a log-probability, or the reason why the grammar allows no token here."""
 
