@@ -24,7 +24,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from agentjet.compute.model import load_policy
 from agentjet.compute.token_choice import Grammars, Guide, restrict
@@ -96,6 +96,7 @@ def world(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
     for version in (1, 2, 3):
         models[version] = perturbed(models[0], version)
     info = load_policy(config).info
+    GenerationConfig(eos_token_id=[*range(100, 200)]).save_pretrained(config.name)  # Must not end completions.
     assert PYTHON is not None
     with LocalReplica(PYTHON, folder / "log", *request.param) as replica:
         replica.load(config, info, SamplerConfig(max_concurrent=8, cache_tokens=4096), ComputeConfig())

@@ -262,6 +262,7 @@ class VllmEngine:
             # A generator for each request costs a loop in Python and a launch for each token.
             seed=params.seed & SEED_BITS if params.is_reproducible else None,
             stop_token_ids=[token for token in self._info.end_tokens if token < self.vocabulary],
+            ignore_eos=True,  # Else the tokens of the model's `generation_config.json` end completions, too.
             logprobs=0,
             output_kind=RequestOutputKind.DELTA,
             stream_interval=min(OUTPUT_TOKENS, params.piece_tokens) if params.stream_seconds is None else 1,
