@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from agentjet import database
-from agentjet.errors import Conflict, Forbidden, NotFound
+from agentjet.errors import ConfigError, Conflict, Forbidden, NotFound
 from agentjet.front.segment import Segment, front_of
 from agentjet.protocol import AbortRequest, FinishRequest
 from agentjet.swarm import EpisodeRecord, Journal
@@ -88,6 +88,16 @@ def test_calls_are_in_the_file_of_the_front_and_are_read_with_the_journal(run: R
         assert journal.calls(episode.id)[0][0] == call
     with run.swarm.journal.reading() as journal:
         assert journal.last_call(episode.id) == call
+
+
+def test_a_damaged_file_of_a_front_is_named(run: Run) -> None:
+    run.close()
+    segment_of(run.path, 1).write_bytes(b"not a database" * 300)
+    with pytest.raises(ConfigError, match="front-1"):
+        JournalFile.open_read_only(run.path)
+    with pytest.raises(ConfigError, match=r"front-1\.sqlite cannot be read as the calls of a front .*-wal"):
+        JournalFile.open(run.path).attach(segments_of(run.path), live=True)
+    segment_of(run.path, 1).unlink()
 
 
 def test_the_end_of_an_episode_has_its_counts_and_stops_records(run: Run) -> None:

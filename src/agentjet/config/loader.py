@@ -297,9 +297,14 @@ def _origin(key: str, origins: Mapping[str, str]) -> str:
     return next((f" ({origins[name]})" for name in (*around, *within) if name in origins), "")
 
 
+_TYPE_NAME = re.compile(r"function-(after|before|wrap)\[|literal\[|constrained-")
+
+
 def _sentence(detail: ErrorDetails, origins: Mapping[str, str]) -> str:
     """Returns one error of pydantic as `key = value (source): what is wrong`."""
-    key, value = ".".join(str(part) for part in detail["loc"] if part != "[key]"), detail["input"]
+    # A setting with several types has one error for each: the last part of the place is pydantic's name of the type.
+    names = [str(part) for part in detail["loc"] if part != "[key]" and not _TYPE_NAME.match(str(part))]
+    key, value = ".".join(names), detail["input"]
     message = detail["msg"].removeprefix("Value error, ")
     if detail["type"] == "extra_forbidden":
         keys = [key]

@@ -491,10 +491,13 @@ class ServerConfig(Section):
     @field_validator("front_url")
     @classmethod
     def _front_url_has_a_number(cls, url: str) -> str:
-        if url and not (re.match(r"https?://[^/]", url) and url.count("{front}") == 1):
+        plain = url.replace("{front}", "0", 1)
+        if url and (
+            plain == url or not re.fullmatch(r"https?://[^/\s{}?#@]+(/[^\s{}?#]*)?(?<!/v1)", plain.rstrip("/"))
+        ):
             raise ValueError(
                 "not a URL with {front}, which stands for the number of the front: use one such as "
-                "'https://agents.example/f{front}'"
+                "'https://agents.example/f{front}', without user, query and /v1"
             )
         return url
 

@@ -166,18 +166,18 @@ class Front:
                 is_default = run == DEFAULT_RUN
                 keys = self._keys if is_default else Keys.open(folder, server=self._keys, clock=self._clock)
                 policies = FrontPolicies(run, config, self._samplers)
-                segment = await self._opened(folder, self.settings)
+                segment = await self._opened(folder, self.settings, "/v1" if is_default else f"/runs/{run}/v1")
                 known = self._runs[run] = FrontRun(segment, policies, keys, self._tracing, self._clock)
         await known.change(state)
 
-    async def _opened(self, folder: Path, settings: FrontSettings) -> Segment:
+    async def _opened(self, folder: Path, settings: FrontSettings, path: str) -> Segment:
         """The front before this one may be ending: its file is locked until then."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + OPEN_SECONDS
         make = partial(Segment, folder, settings.index, len(settings.addresses), clock=self._clock)
         while True:
             try:
-                return make(address=lambda front: settings.addresses[front])
+                return make(address=lambda front: settings.addresses[front] + path)
             except ConfigError:
                 if loop.time() > deadline:
                     raise

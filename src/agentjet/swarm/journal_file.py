@@ -152,7 +152,17 @@ class JournalFile:
                 JournalFile.open_read_only(path).close()
             name = path.stem.replace("-", "_")
             address = f"{path.absolute().as_uri()}?{'mode=ro' if live else _reading(path)}"
-            self.db.execute(f"ATTACH ? AS {name}", (address,))
+            try:
+                self.db.execute(f"ATTACH ? AS {name}", (address,))
+                self.db.execute(f"SELECT 1 FROM {name}.calls LIMIT 1").fetchone()
+            except sqlite3.DatabaseError as error:
+                if error.sqlite_errorcode & 0xFF not in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT):
+                    raise
+                raise ConfigError(
+                    f"{path} cannot be read as the calls of a front ({error}). Restore it with {path.name}-wal; or "
+                    "move only checkpoints/ to runs/default/ of a new server.data_dir, which starts at the newest good "
+                    "one"
+                ) from None
             self.segments[name] = path
         if self.segments:
             names = ", ".join(_CALL_NAMES)
