@@ -41,7 +41,7 @@ async def test_work_ends_at_the_disconnect_and_cleans_up() -> None:
         await presence.during(work())
     task = asyncio.current_task()
     assert ends == ["cleaned up"] and task and not task.cancelling()
-    assert await presence.is_over()
+    assert await presence.has_ended()
 
 
 @pytest.mark.parametrize("turns", range(5))
@@ -62,7 +62,7 @@ async def test_a_disconnect_near_the_end_cancels_nothing_later(turns: int) -> No
         assert turns > 1
     for _ in range(5):
         await asyncio.sleep(0)  # A cancellation would be raised here.
-    assert await presence.is_over()
+    assert await presence.has_ended()
 
 
 async def test_a_cancellation_from_elsewhere_stays_one() -> None:
@@ -78,7 +78,7 @@ async def test_a_cancellation_from_elsewhere_stays_one() -> None:
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert not await Presence(Client().request).is_over()
+    assert not await Presence(Client().request).has_ended()
 
 
 async def test_the_error_of_work_is_raised() -> None:

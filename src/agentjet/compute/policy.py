@@ -448,7 +448,10 @@ def distance(ours: Tensor, theirs: Tensor) -> float:
 
 
 def tolerance(dtype: torch.dtype, logits: Tensor) -> float:
-    """Returns the largest `distance` between two computations of the same logits that counts as rounding."""
+    """Returns the largest `distance` between two computations of the same logits that counts as rounding.
+
+    Also the largest `difference_beyond`, which is relative.
+    """
     return (0.07 if dtype == torch.bfloat16 else 2e-4) * max(1.0, float(logits.float().std()))
 
 

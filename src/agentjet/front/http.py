@@ -600,7 +600,7 @@ class Presence:
     def __init__(self, request: Request) -> None:
         self._gone = asyncio.create_task(_disconnected(request))
 
-    async def is_over(self) -> bool:
+    async def has_ended(self) -> bool:
         """Returns whether the client has disconnected. A write to a closed connection does not fail."""
         await asyncio.sleep(0)  # The task notes a disconnect in the next turn of the event loop.
         return self._gone.done()

@@ -221,7 +221,7 @@ async def _mark_delivered(client: Presence, chunks: AsyncGenerator[CallChunk]) -
 
     Raises `Conflict` if the episode has ended.
     """
-    if await client.is_over():
+    if await client.has_ended():
         return False
     await anext(chunks, None)
     return True

@@ -84,7 +84,7 @@ class Completion:
         self.versions += delta.versions
 
     def is_due(self) -> bool:
-        """Returns whether a piece must be sent. It is, too, if one more delta would not fit."""
+        """Returns whether a piece must be sent now, also because one more delta might not fit into it."""
         now, num_tokens = time.monotonic(), len(self.tokens) + self.num_new - 1
         return self.params.is_due(num_tokens, self.sent_at, now) or now - self.since >= PIECE_SECONDS
 
