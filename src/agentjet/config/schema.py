@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self
@@ -638,6 +639,7 @@ class ServeConfig(Section):
         return self
 
 
+@lru_cache(64)
 def is_loopback(host: str) -> bool:
     try:
         return ip_address(host).is_loopback

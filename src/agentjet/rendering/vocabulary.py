@@ -18,7 +18,7 @@ import json
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,8 @@ _SPACE = "▁"
 _UNICODE_FORMS = ("NFC", "NFD", "NFKC", "NFKD")
 SLICE = 64 * 2**10
 """Bytes tokenised at once when tokens are only counted."""
+SHORT = 32
+"""Maximum number of bytes of a text whose tokens are remembered."""
 _PROBES = (
     " ",
     "a",
@@ -86,6 +88,7 @@ class Vocabulary:
             self._bytes.pop(id_, None)
         self.opening = b"".join(map(escape, _opening(full)))
         """Encoded text that the tokenizer puts before a text: a begin-of-text token or nothing."""
+        self._encode_short = lru_cache(1024)(self._encode_whole)  # Shared lists: nobody may change them.
         self._refuse_lossy(path)
 
     def display(self, texts: Collection[str], *, but: Collection[int]) -> None:
@@ -213,7 +216,11 @@ class Vocabulary:
         return count
 
     def _encode(self, raw: bytes) -> list[int]:
-        """Returns the ids of bytes. Invalid UTF-8, such as half a character that was sampled, becomes byte tokens."""
+        """Returns the ids of bytes. Short texts, such as those between two control tokens, are remembered."""
+        return self._encode_short(raw) if len(raw) <= SHORT else self._encode_whole(raw)
+
+    def _encode_whole(self, raw: bytes) -> list[int]:
+        """Invalid UTF-8, such as half a character that was sampled, becomes byte tokens."""
         tokens: list[int] = []
         while raw:
             text, stray, raw = _valid_head(raw)

@@ -391,9 +391,10 @@ class Places:
         before = self._silent, len(self._waits)
         groups = self._store.groups.values()
         self._waits = {key: until for key, until in self._waits.items() if self._is_waiting(*key)}
-        kept = self._silent_clients.intersection(
-            {group.client_id for group in groups} | {client for client, _ in self._waits}
-        ) - {group.client_id for group in groups if self._is_calling(group)}
+        kept: frozenset[str] = self._silent_clients
+        if kept:
+            present = {group.client_id for group in groups} | {client for client, _ in self._waits}
+            kept = kept & present - {group.client_id for group in groups if self._is_calling(group)}
         silent = [
             group for group in groups if self._is_silent(group) or (group.client_id in kept and group.state == "open")
         ]

@@ -13,7 +13,6 @@ from __future__ import annotations
 import codecs
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
 from pydantic import Field, Strict, ValidationError
@@ -77,7 +76,10 @@ class SamplingKeys(Distribution):
     """up to 64"""
 
 
-def sampling_request(body: SamplingKeys, conversation: Conversation, max_tokens: int | None) -> CallRequest:
+def sampling_request(
+    body: SamplingKeys, conversation: Conversation, max_tokens: int | None, **fields: Any
+) -> CallRequest:
+    """Returns the request with the keys of sampling, and with these other `fields`."""
     return CallRequest(
         conversation,
         max_tokens=max_tokens,
@@ -85,6 +87,7 @@ def sampling_request(body: SamplingKeys, conversation: Conversation, max_tokens:
         seed=body.seed,
         stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
         choices=body.n or 1,
+        **fields,
     )
 
 
@@ -222,8 +225,10 @@ def translate_text(body: CompletionBody, _: CallLookup) -> CallRequest:
             code="unsupported_parameter",
             param="stream",
         )
-    return replace(
-        sampling_request(body, Conversation((), prompt=first), body.max_tokens),
+    return sampling_request(
+        body,
+        Conversation((), prompt=first),
+        body.max_tokens,
         others=tuple(Conversation((), prompt=prompt) for prompt in others),
         num_likeliest=(body.logprobs or 0) if scored else None,
         shows_tokens=body.logprobs is not None,
@@ -432,9 +437,10 @@ def translate_chat(body: ChatBody, _: CallLookup) -> CallRequest:
         tuple(map(_message, body.messages)),
         tuple(function_tool(function.name, function.description, function.parameters) for function in functions),
     )
-    request = sampling_request(body, conversation, body.max_completion_tokens or body.max_tokens)
-    return replace(
-        request,
+    return sampling_request(
+        body,
+        conversation,
+        body.max_completion_tokens or body.max_tokens,
         constraint=_constraint(body, functions),
         template_kwargs=body.chat_template_kwargs or {},
         shows_tokens=bool(body.logprobs),

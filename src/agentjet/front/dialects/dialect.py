@@ -192,14 +192,16 @@ def request_notes(part: Body, keys: RequestKeys, images: Images, where: str = ""
     """
     if part.keys_of_kind is not None and part.kind not in part.keys_of_kind:
         raise refusal(where[:-1], f" is of type {part.kind!r}: {part.unknown_kind}", "unsupported_content")
-    declared = part.__dict__
-    accepted, required = _split(part.keys_of_kind[part.kind]) if part.keys_of_kind is not None else (declared, ())
-    for key, value in chain(declared.items(), (part.model_extra or {}).items()):
+    declared, extra, place = part.__dict__, part.model_extra, part.place
+    accepted, required = (declared, ()) if part.keys_of_kind is None else _split(part.keys_of_kind[part.kind])
+    for key, value in chain(declared.items(), extra.items()) if extra else declared.items():
         if value is None:
             continue
-        rule = keys.get(part.place + key)
+        rule = keys.get(place + key)
+        if rule is None and key in accepted and isinstance(value, str):  # Most keys end here, for speed.
+            continue
         if rule is None and key not in accepted and (value not in ("", []) or key not in declared):
-            beside = [known.removeprefix(part.place) for known in keys if known.startswith(part.place)]
+            beside = [known.removeprefix(place) for known in keys if known.startswith(place)]
             near = nearest_name(key, [*accepted, *beside])
             hint = f"; did you mean {near!r}?" if near else "."
             message = f"{where + key!r} is not a known key{hint}"
@@ -209,7 +211,7 @@ def request_notes(part: Body, keys: RequestKeys, images: Images, where: str = ""
                 way_out = " or ".join(["leave it out", *(f"use {neutral!r}" for neutral in rule.neutral)])
                 given = beginning(repr(value), 80)
                 raise refusal(where + key, f" is not supported: {way_out} (given: {given}).", rule.code)
-            yield part.place + key
+            yield place + key
         if isinstance(value, list):
             for i, item in enumerate(value if value and isinstance(value[0], Body) else ()):
                 if images == "refuse" and item.is_unreadable:
@@ -498,8 +500,11 @@ class Dialect(Generic[RequestT]):
     translate: Callable[[RequestT, CallLookup], CallRequest]
     encoder: type[Encoder[RequestT]]
 
-    def decode(self, body: RequestT, lookup_call: CallLookup, images: Images = "refuse") -> CallRequest:
-        """Returns the canonical request. Raises `RequestError` for the first thing that cannot be honoured."""
+    def decode(self, body: RequestT, lookup_call: CallLookup, images: Images = "refuse", **fields: Any) -> CallRequest:
+        """Returns the canonical request, with `fields` that are not in the body.
+
+        Raises `RequestError` for the first thing that cannot be honoured.
+        """
         notes = list(request_notes(body, self.keys, images))
         if isinstance(body, OpenAIBody) and body.stream_options is not None and not body.stream:
             raise InvalidRequest("stream_options need stream = true.", param="stream_options")
@@ -511,6 +516,7 @@ class Dialect(Generic[RequestT]):
             stream=bool(body.stream),
             model=body.model,
             notes=tuple(dict.fromkeys((*notes, *request.notes))),
+            **fields,
         )
 
     def keys_table(self) -> str:

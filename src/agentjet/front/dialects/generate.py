@@ -7,7 +7,6 @@ sampled from. There is no text in either direction, so keys that concern text ha
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -106,8 +105,9 @@ class GenerateBody(ChoicesBody):
 
 def translate(body: GenerateBody, _: CallLookup) -> CallRequest:
     conversation = Conversation((), prompt=tuple(body.token_ids), is_exact=True)
-    request = sampling_request(body.sampling_params, conversation, body.sampling_params.max_tokens)
-    return replace(request, stop_ids=tuple(body.sampling_params.stop_token_ids or ()), shows_tokens=True)
+    keys = body.sampling_params
+    stop_ids = tuple(keys.stop_token_ids or ())
+    return sampling_request(keys, conversation, keys.max_tokens, stop_ids=stop_ids, shows_tokens=True)
 
 
 class GenerateEncoder(ChoicesEncoder[GenerateBody]):
