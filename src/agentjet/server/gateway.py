@@ -53,7 +53,6 @@ from agentjet.server.training import Engine, TrainingLoop
 from agentjet.swarm import EpisodeRecord, Journal, SwarmState
 from agentjet.swarm.batches import check_rewards
 from agentjet.swarm.groups import AnsweredRollout, RolloutNeeded
-from agentjet.swarm.journal_file import create_segment, segments_of
 from agentjet.swarm.state import Host
 from agentjet.types import DEFAULT_RUN, JOURNAL
 
@@ -204,9 +203,7 @@ class Gateway:
             check_source(self.folder, model)
         journal = Journal.open(self.folder / JOURNAL, models=models)
         try:
-            for front in range(fronts):
-                create_segment(journal.path, front)
-            journal.file.attach(segments_of(journal.path), live=True)
+            journal.file.open_segments(fronts)
         except BaseException:
             journal.close()
             raise
