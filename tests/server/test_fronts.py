@@ -26,7 +26,7 @@ from agentjet.front.calls import MAX_CRASHES, CallRequest
 from agentjet.front.http import listen
 from agentjet.fronts import supervision
 from agentjet.fronts.supervision import FrontProcesses
-from agentjet.protocol import BeginRequest, status_of
+from agentjet.protocol import BeginRequest, FrontView, status_of
 from agentjet.types import Conversation, Message
 from tests.fakes import running
 from tests.fronts_in_process import ADDRESS, FrontInProcess
@@ -60,11 +60,22 @@ def test_a_front_whose_report_is_overdue_is_late() -> None:
         fronts = FrontProcesses(config, cast(ProcessCompute, SimpleNamespace()), [listener], time.time)
         handle = fronts._handles[0]
         handle.reported, handle.lag = time.monotonic() - 1000, 0.25
-        assert fronts.views()[0].lag == 0, "it starts"
+        assert (fronts.views()[0].lag, fronts.views()[0].problem) == (0, "starts")
         handle.ready.set()
-        assert fronts.views()[0].lag > 900
+        assert fronts.views()[0].lag > 900 and fronts.views()[0].problem.startswith("silent for ")
         handle.reported += 2000
-        assert fronts.views()[0].lag == 0.25
+        assert (fronts.views()[0].lag, fronts.views()[0].problem) == (0.25, "")
+
+
+@pytest.mark.anyio
+async def test_the_run_waits_for_a_front_that_is_silent(tmp_path: Path) -> None:
+    async with running(tmp_path / "d", make_fronts=FrontInProcess) as run:
+        assert run.gateway.fronted is not None
+        assert run.gateway.waiting_for().startswith("clients")
+        well = FrontView(front=0, ready=True, calls=1, load=0.5, lag=0.1, starts=1)
+        views = [well, well.model_copy(update={"front": 1, "lag": 12.3})]
+        run.gateway.fronted.fronts.views = lambda: views  # type: ignore[method-assign]
+        assert run.gateway.waiting_for() == run.gateway.status().waiting_for == "front 1 (silent for 12 s)"
 
 
 CONNECTED = "from agentjet.processes.rpc import Link; import time; link = Link.from_environment()"
@@ -135,6 +146,8 @@ ANSWERED = {
     ("GET", "/ui/nothing/app.js"): 404,
     ("GET", "/nothing"): 404,
     ("GET", "/nothing/"): 404,
+    ("GET", "/models"): 404,
+    ("POST", "/chat/completions"): 404,
     ("GET", "/runs/default"): 401,
     ("GET", "/runs/none/v1/models"): 401,
     ("GET", "/v1"): 307,
