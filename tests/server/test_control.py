@@ -168,6 +168,7 @@ async def test_a_full_batch_refuses_and_says_when_to_come_again(tmp_path: Path) 
             await served.begin(task_id=task)
         refused = await served.http.post("/swarm/v1/episodes", json={"task_id": "c"})
         assert (refused.status_code, refused.json()["code"]) == (429, "batch_full")
+        assert "2 groups (job.batch_size): wait" in refused.json()["detail"]
         assert int(refused.headers["Retry-After"]) >= 1 and refused.json()["retry_after"] > 0
         await served.http.post("/swarm/v1/episodes", json={"task_id": "c", "client_id": "poller"})
         assert "poller" in (await served.http.get("/swarm/v1/status")).json()["clients"]
