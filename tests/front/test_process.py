@@ -16,9 +16,10 @@ import pytest
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
+from agentjet.client.connection import Connection, Retry, load_settings
 from agentjet.compute.remote import RemoteSamplers
 from agentjet.config import ServeConfig
-from agentjet.errors import Later
+from agentjet.errors import Later, NotFound
 from agentjet.front.addresses import FrontPath
 from agentjet.front.keys import Keys
 from agentjet.front.tracing import Tracing
@@ -76,6 +77,10 @@ async def test_a_front_says_where_the_server_is(tmp_path: Path, path: str) -> No
         assert (await client.head("/")).status_code == 200, "agents check their base URL"
         without_v1 = await client.post("/chat/completions", json={})
         assert without_v1.status_code == 404 and "add /v1 to the base URL" in without_v1.json()["error"]["message"]
+    connection = Connection(load_settings("http://127.0.0.1:8401/v1", environ={}), retry=Retry(), transport=transport)
+    with pytest.raises(NotFound, match=r"This is front 0, .* to the server, at port 8400"):
+        await connection.request("GET", "/status")
+    await connection.close()
     await front._close(DEFAULT_RUN)
 
 
