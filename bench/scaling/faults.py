@@ -220,6 +220,7 @@ def make_sampler_python(folder: Path) -> Path:
     usual = variables[Hooks.VARIABLE]
     lines = [
         "#!/bin/sh",
+        f"""[ "$1" = -I ] && exec '{COMMAND[0]}' "$@"  # `agentjet serve` looks for a Python.""",
         f"hooks='{usual}'",
         f'if mv "{folder}/next.json" "{folder}/$$.json" 2> /dev/null; then hooks=$(cat "{folder}/$$.json"); fi',
         f"export {Hooks.VARIABLE}=\"$hooks\" PYTHONPATH='{variables['PYTHONPATH']}'",

@@ -219,7 +219,10 @@ def test_ports_that_others_listen_on(model: Path) -> None:
         assert f"ok compute.address = '127.0.0.1:{port}'" in lines(ray, EIGHT)
         assert f"no Ray node runs here: run `ray start --address=127.0.0.1:{port}`" in lines(ray, LAPTOP)
         text = lines(settings(model, {"server": {"port": port, "data_dir": str(model)}}), EIGHT)
-    assert "stop the server that runs there, or set server.port to another port" in text
+        with_fronts = {"server": {"port": port - 2, "fronts": 3, "data_dir": str(model)}}
+        of_fronts = lines(settings(model, with_fronts), EIGHT)
+    assert "stop the server that runs there, or set server.port to another port" in text and " of front " not in text
+    assert f"problem server.host = '127.0.0.1', port {port} of front 1: " in of_fronts
 
 
 def test_the_command_loads_no_torch_and_ends_with_1(model: Path) -> None:

@@ -25,10 +25,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from agentjet.cli import server_process
 from agentjet.compute import backend, ranks, samplers
 from agentjet.compute.backend import Hosted, ProcessCompute
 from agentjet.compute.fleet import FrontWork, Others, ReplicaWork, RoutedCompletion
-from agentjet.compute.samplers import StepMeter, check_gpus, sampler_python
+from agentjet.compute.samplers import StepMeter, check_gpus, check_sampler_python, sampler_python
 from agentjet.config import ComputeConfig, ModelConfig, OptimizerConfig, SamplerLimits, ServeConfig
 from agentjet.errors import AgentJetError, CheckpointError, ComputeError, ConfigError, PolicyRemoved, WorkerDied
 from agentjet.processes.guardian import Launch, ProcessEnd
@@ -389,6 +390,19 @@ def test_too_few_gpus_are_refused_with_what_would_fit(
     check_gpus(POLICY, settings(ranks=4, samplers=2, tensor_parallel=2, colocated=True), 4, ModelConfig())
     check_gpus(POLICY, settings(samplers="1..9"), None, ModelConfig())
     check_gpus(POLICY, settings(samplers=9, address="auto"), None, ModelConfig())
+
+
+@pytest.mark.parametrize(
+    ("python", "said"), [("/nowhere", "is not a program"), ("/bin/echo", "is not a Python"), ("/bin/false", "a Python")]
+)
+def test_a_server_without_a_python_for_replicas_ends_before_it_loads(tmp_path: Path, python: str, said: str) -> None:
+    server = {"data_dir": str(tmp_path / "d"), "port": 0}
+    config = ServeConfig.model_validate({"server": server, "compute": settings(sampler_python=python).model_dump()})
+    with pytest.raises(ConfigError, match=rf"{python} .*{said}.*compute\.sampler_python.*'{python}'"):
+        server_process.run(config)
+    assert not (tmp_path / "d" / "runs").exists()
+    check_sampler_python(settings(sampler_python=sys.executable))
+    check_sampler_python(settings(sampler_python=python, address="auto"))  # Other machines may have it.
 
 
 async def test_settings_that_cannot_be_are_refused_by_name(tmp_path: Path) -> None:

@@ -16,10 +16,11 @@ import pytest
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
+from agentjet.client.connection import Connection, Retry, load_settings
 from agentjet.compute.remote import RemoteSamplers
 from agentjet.config import ServeConfig
-from agentjet.errors import Later
-from agentjet.front.http import FrontPrefix
+from agentjet.errors import Later, NotFound
+from agentjet.front.addresses import FrontPath
 from agentjet.front.keys import Keys
 from agentjet.front.tracing import Tracing
 from agentjet.fronts.process import Front, FrontPolicies, FrontRun, FrontSettings, RunState
@@ -74,6 +75,12 @@ async def test_a_front_says_where_the_server_is(tmp_path: Path, path: str) -> No
         assert answer.status_code == 404
         assert "This is front 0" in answer.text and "to the server, at port 8400 (server.port)" in answer.text
         assert (await client.head("/")).status_code == 200, "agents check their base URL"
+        without_v1 = await client.post("/chat/completions", json={})
+        assert without_v1.status_code == 404 and "add /v1 to the base URL" in without_v1.json()["error"]["message"]
+    connection = Connection(load_settings("http://127.0.0.1:8401/v1", environ={}), retry=Retry(), transport=transport)
+    with pytest.raises(NotFound, match=r"This is front 0, .* to the server, at port 8400"):
+        await connection.request("GET", "/status")
+    await connection.close()
     await front._close(DEFAULT_RUN)
 
 
@@ -91,6 +98,8 @@ ADDRESSES = tuple(f"https://agents.example/f{front}" for front in range(2))
         ("/f1/f1/v1/models", "/f1/v1/models"),
         ("/f/v1/models", "/f/v1/models"),
         ("/f1x/v1/models", "/f1x/v1/models"),
+        ("/f01/v1/models", "/f01/v1/models"),  # Numbers have one form.
+        ("/f00", "/f00"),
     ],
 )
 async def test_a_front_removes_its_prefix_where_a_proxy_did_not(sent: str, path: str) -> None:
@@ -101,8 +110,8 @@ async def test_a_front_removes_its_prefix_where_a_proxy_did_not(sent: str, path:
     ("front", "sent", "said"),
     [
         (1, "/f0/v1/models", "This is front 1, and the path is one of front 0: https://agents.example/f0."),
-        (1, "/f7/v1/models", "There is no front 7 any more: the server has 2 (server.fronts)."),
-        (None, "/f7/v1/models", "There is no front 7 any more"),
+        (1, "/f7/v1/models", "There is no front 7: the server has fronts 0 to 1 (server.fronts = 2)."),
+        (None, "/f7/v1/models", "There is no front 7: the server has fronts 0 to 1"),
         (None, "/f1/v1/models", "This is the server, and the path is one of front 1: https://agents.example/f1."),
         (None, "/f1", "This is the server, and the path is one of front 1"),
     ],
@@ -120,7 +129,7 @@ async def asked(path: str, front: int | None = 1) -> httpx.Response:
         found = {"path": scope["path"], "raw_path": scope["raw_path"].decode()}
         await JSONResponse(found)(scope, receive, send)
 
-    app = FrontPrefix(repeat, front, ADDRESSES)
+    app = FrontPath(repeat, front, ADDRESSES)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://front") as client:
         return await client.get(path)
 

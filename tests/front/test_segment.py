@@ -31,10 +31,8 @@ class Run(World):
         super().__init__(folder)
 
     def open(self) -> None:
-        for front in range(self.fronts):
-            create_segment(self.path, front)
         super().open()
-        self.journal.file.attach(segments_of(self.path), live=True)
+        self.journal.file.open_segments(self.fronts)
 
     def front(self, episode: EpisodeRecord) -> Segment:
         return self.segment(front_of(episode, self.fronts))
@@ -98,6 +96,54 @@ def test_a_damaged_file_of_a_front_is_named(run: Run) -> None:
     with pytest.raises(ConfigError, match=r"front-1\.sqlite cannot be read as the calls of a front .*-wal"):
         JournalFile.open(run.path).attach(segments_of(run.path), live=True)
     segment_of(run.path, 1).unlink()
+
+
+@pytest.mark.parametrize(
+    ("state", "fronts"), [("live", FRONTS), ("finished", FRONTS), ("finished", 1), ("finished", 0), ("pending", FRONTS)]
+)
+def test_a_missing_file_of_a_front_is_named_while_its_calls_may_be_learned(run: Run, state: str, fronts: int) -> None:
+    episodes = [run.begin(group) for group in ("a", "a", "b", "b")]
+    for episode in episodes:
+        run.speak(run.front(episode), episode)
+        run.swarm.account(episode.id, run.front(episode).report().counts[episode.id])
+    for episode in episodes[: {"live": 0, "finished": 1, "pending": 4}[state]]:
+        run.finish(episode, float(episode.seq))
+    path = segment_of(run.path, front_of(episodes[0], FRONTS))
+    run.close()
+    files = [one.rename(one.with_name(f"moved-{one.name}")) for one in sorted(path.parent.glob(f"{path.name}*"))]
+    run.fronts = fronts
+    for _ in range(2):  # A refused start creates no file that the next one would read.
+        with pytest.raises(
+            ConfigError, match=rf"lacks \S+/{path.name}, and 2 episodes .*Put the file.*touch \S+/front"
+        ):
+            run.open()
+        run.journal.close()
+    for file in files:
+        file.rename(file.with_name(file.name.removeprefix("moved-")))
+    run.reopen()
+    assert all(run.swarm.journal.call_facts(episode.id) for episode in episodes)
+    run.close()
+    for file in sorted(path.parent.glob(f"{path.name}*")):
+        file.unlink()
+    path.touch()  # The way out in the error.
+    run.reopen()
+    run.reopen()
+    assert not run.swarm.journal.call_facts(episodes[0].id)
+
+
+@pytest.mark.parametrize("num_calls", [0, 1])
+def test_a_missing_file_of_a_front_that_nothing_needs_is_not_missed(run: Run, num_calls: int) -> None:
+    episode = run.begin("", mode="eval")
+    if num_calls:
+        run.speak(run.front(episode), episode)
+        run.swarm.account(episode.id, run.front(episode).finish(episode.id) or pytest.fail())
+    run.finish(episode, 1.0)
+    run.close()
+    for path in segments_of(run.path):
+        path.unlink()
+    run.fronts = 0
+    run.reopen()
+    assert not segments_of(run.path)
 
 
 def test_the_end_of_an_episode_has_its_counts_and_stops_records(run: Run) -> None:
@@ -227,5 +273,5 @@ def test_a_file_that_a_killed_server_had_begun_is_completed(tmp_path: Path) -> N
     (path := segment_of(journal, 0)).parent.mkdir()
     with closing(database.connect(path)) as begun:
         begun.execute("PRAGMA journal_mode = WAL")
-    create_segment(journal, 0)
+    create_segment(path)
     JournalFile.open_read_only(path).close()

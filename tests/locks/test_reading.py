@@ -9,6 +9,7 @@ import pytest
 import typer.main
 
 from agentjet.cli.main import app
+from agentjet.front import addresses
 from tests.locks import commands
 from tests.locks.answers import (
     LOOK_READS,
@@ -24,7 +25,7 @@ from tests.locks.answers import (
     unanswered,
     without_same,
 )
-from tests.locks.data_dirs import EARLIER, JOBS, Source, looked_at, opened, unpack
+from tests.locks.data_dirs import EARLIER, JOBS, Source, get_routes, looked_at, opened, unpack
 from tests.server.serving import Served
 
 RUNS = {"small": ("", "team")}
@@ -38,6 +39,7 @@ UNREAD = {
     **dict.fromkeys(
         ("/inference/v1/{path:path}", "/k/{key}/inference/v1/{path:path}"), "a refusal: tests/server/test_generate.py"
     ),
+    **dict.fromkeys(get_routes(addresses.router.routes), "a refusal: tests/server/test_control.py"),
 }
 """Routes without a recorded answer, and why."""
 

@@ -153,6 +153,11 @@ async def test_what_is_not_there(tmp_path: Path) -> None:
             assert response.headers["content-type"] == "application/problem+json"
         inference = await served.http.post("/v1/embeddings", json={})
         assert (inference.status_code, inference.json()["error"]["code"]) == (404, "unknown_route")
+        for path in ("/chat/completions", "/k/a-key/responses", "/models", "/messages"):
+            without = await served.http.post(path, json={})
+            dialects_own = await served.http.post(f"/v1{path.removeprefix('/k/a-key')}/nothing", json={})
+            assert without.status_code == 404 and "add /v1 to the base URL" in without.json()["error"]["message"]
+            assert without.json()["error"].keys() == dialects_own.json()["error"].keys(), "the shape of its dialect"
         got = await served.http.get("/v1/chat/completions")
         assert (got.status_code, got.json()["error"]["code"]) == (405, "method_not_allowed") and "POST" in got.text
 
@@ -163,6 +168,7 @@ async def test_a_full_batch_refuses_and_says_when_to_come_again(tmp_path: Path) 
             await served.begin(task_id=task)
         refused = await served.http.post("/swarm/v1/episodes", json={"task_id": "c"})
         assert (refused.status_code, refused.json()["code"]) == (429, "batch_full")
+        assert "2 groups (job.batch_size): wait" in refused.json()["detail"]
         assert int(refused.headers["Retry-After"]) >= 1 and refused.json()["retry_after"] > 0
         await served.http.post("/swarm/v1/episodes", json={"task_id": "c", "client_id": "poller"})
         assert "poller" in (await served.http.get("/swarm/v1/status")).json()["clients"]

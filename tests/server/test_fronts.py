@@ -4,6 +4,8 @@
 2. The server's own port answers every request as without fronts, except calls with the key of an episode.
 3. A front that is frozen or ends while it starts is replaced, and the log has the reason.
 4. A call that crashes several workers is given up by its front, which counts the workers as the server does.
+5. A server whose front lost its file refuses to start if calls in it may still be learned.
+6. A front that is silent is what training waits for.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -21,12 +23,13 @@ import pytest
 
 from agentjet.compute.backend import ProcessCompute
 from agentjet.config import ServeConfig
-from agentjet.errors import RequestError
+from agentjet.errors import ConfigError, RequestError
 from agentjet.front.calls import MAX_CRASHES, CallRequest
 from agentjet.front.http import listen
 from agentjet.fronts import supervision
 from agentjet.fronts.supervision import FrontProcesses
-from agentjet.protocol import BeginRequest, status_of
+from agentjet.protocol import BeginRequest, FinishRequest, FrontView, status_of
+from agentjet.server.fronts import FrontedCalls
 from agentjet.types import Conversation, Message
 from tests.fakes import running
 from tests.fronts_in_process import ADDRESS, FrontInProcess
@@ -60,11 +63,40 @@ def test_a_front_whose_report_is_overdue_is_late() -> None:
         fronts = FrontProcesses(config, cast(ProcessCompute, SimpleNamespace()), [listener], time.time)
         handle = fronts._handles[0]
         handle.reported, handle.lag = time.monotonic() - 1000, 0.25
-        assert fronts.views()[0].lag == 0, "it starts"
+        assert (fronts.views()[0].lag, fronts.views()[0].problem) == (0, "starts")
         handle.ready.set()
-        assert fronts.views()[0].lag > 900
+        assert fronts.views()[0].lag > 900 and fronts.views()[0].problem.startswith("silent for ")
         handle.reported += 2000
-        assert fronts.views()[0].lag == 0.25
+        assert (fronts.views()[0].lag, fronts.views()[0].problem) == (0.25, "")
+
+
+@pytest.mark.anyio
+async def test_the_run_waits_for_a_front_that_is_silent(tmp_path: Path) -> None:
+    async with running(tmp_path / "d", make_fronts=FrontInProcess) as run:
+        assert run.gateway.fronted is not None
+        assert run.gateway.waiting_for().startswith("clients")
+        well = FrontView(front=0, ready=True, calls=1, load=0.5, lag=0.1, starts=1)
+        views = [well, well.model_copy(update={"front": 1, "lag": 12.3})]
+        run.gateway.fronted.fronts.views = lambda: views  # type: ignore[method-assign]
+        assert run.gateway.waiting_for() == run.gateway.status().waiting_for == "front 1 (silent for 12 s)"
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(("num_calls", "is_refused"), [(0, False), (1, True)])
+async def test_a_server_without_the_file_of_a_front(tmp_path: Path, num_calls: int, is_refused: bool) -> None:
+    async with running(tmp_path / "d", make_fronts=FrontInProcess) as run:
+        fronts = cast(FrontInProcess, cast(FrontedCalls, run.gateway.fronted).fronts)
+        episode = await run.gateway.begin(BeginRequest(task_id="t"))
+        for _ in range(num_calls):
+            assert [one async for one in fronts.calls().answer(episode.id, "", HELLO)]
+        await run.gateway.finish(episode.id, FinishRequest(reward=1.0))
+        path = run.gateway.folder / "calls" / "front-0.sqlite"
+    for file in sorted(path.parent.iterdir()):
+        file.unlink()
+    for make_fronts in (None, FrontInProcess):  # The number of fronts may have changed.
+        with pytest.raises(ConfigError, match=f"lacks {path}, and 1 ") if is_refused else nullcontext():
+            async with running(tmp_path / "d", make_fronts=make_fronts):
+                pass
 
 
 CONNECTED = "from agentjet.processes.rpc import Link; import time; link = Link.from_environment()"
@@ -107,6 +139,7 @@ async def test_a_front_that_is_frozen_or_ends_while_it_starts_is_replaced(
             await fronts.close()
 
 
+HELLO = CallRequest(Conversation((Message("user", "hello"),)))
 KEY = "THE-KEY"
 """Stands in a path for the key of an episode."""
 CALLS = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses")
@@ -135,6 +168,8 @@ ANSWERED = {
     ("GET", "/ui/nothing/app.js"): 404,
     ("GET", "/nothing"): 404,
     ("GET", "/nothing/"): 404,
+    ("GET", "/models"): 404,
+    ("POST", "/chat/completions"): 404,
     ("GET", "/runs/default"): 401,
     ("GET", "/runs/none/v1/models"): 401,
     ("GET", "/v1"): 307,
@@ -183,11 +218,11 @@ async def test_a_call_that_crashes_several_workers_is_given_up_by_its_front(tmp_
     async with running(tmp_path / "d", make_fronts=FrontInProcess) as run:
         fronted = run.gateway.fronted
         assert fronted is not None and isinstance(fronted.fronts, FrontInProcess)
-        calls, hello = fronted.fronts.calls(), CallRequest(Conversation((Message("user", "hello"),)))
+        calls = fronted.fronts.calls()
 
         async def say() -> list[str | None]:
             episode = await run.gateway.begin(BeginRequest(task_id="t"))
-            chunks = [chunk async for chunk in calls.answer(episode.id, "", hello)]
+            chunks = [chunk async for chunk in calls.answer(episode.id, "", HELLO)]
             return [chunk.call.response.content for chunk in chunks if chunk.call is not None]
 
         run.compute.may_sample.clear()

@@ -167,17 +167,20 @@ def _vllm(compute: ComputeConfig, machine: Hardware) -> Check:
 
 
 def _ports(settings: ServeConfig) -> Iterator[Check]:
-    places = {("server", settings.server.host, settings.server.port)}
+    host, port, fronts = settings.server.host, settings.server.port, settings.server.fronts
+    places = {("server", host, port)} | {("server", host, port + 1 + front) for front in range(fronts) if port}
     places |= {("compute", settings.compute_of(policy).host, 0) for policy in settings.policy_names}
     for section, host, port in sorted(places):
         try:
             socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
         except OSError as error:
-            where = f"{section}.host = {host!r}" + (f", port {port}" if port else "")
+            of = f" of front {port - settings.server.port - 1}" if port > settings.server.port else ""
+            where = f"{section}.host = {host!r}" + (f", port {port}{of}" if port else "")
             way_out = f"set {section}.host to an address of this machine"
             if error.errno == errno.EADDRINUSE:
                 way_out = "stop the server that runs there"
             way_out += f", or set {section}.port to another port" if port else ""
+            way_out += " (fronts use the ports after it)" if of else ""
             yield "problem", f"{where}: {error.strerror or error}; {way_out}"
 
 

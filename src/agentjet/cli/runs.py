@@ -153,7 +153,7 @@ def front_lines(status: StatusResponse) -> list[str]:
     """A line for each process that answers calls; none if the server answers them."""
 
     def line(one: FrontView) -> str:
-        begun = f"{one.calls} calls, {one.load:.0%} of a core, lag {one.lag:.2g} s" if one.ready else "starts"
+        begun = one.problem or f"{one.calls} calls, {one.load:.0%} of a core, lag {one.lag:.2g} s"
         ends = one.starts - 1
         return f"{one.front}: {begun}" + (f", {ends} restart{'s' if ends > 1 else ''}" if ends > 0 else "")
 

@@ -1,6 +1,6 @@
 """The process of `agentjet serve`: runs, workers and HTTP wired together, from the bound port to the last checkpoints.
 
-The cheap checks (port, data dir, journal) come before the slow work, so that an error is reported at once.
+The cheap checks (port, data dir, journal, interpreters) come before the slow work: an error is reported at once.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from agentjet.cli.checkpoints import METRICS
 from agentjet.client.report import given_text
 from agentjet.client.threads import exit_with_parent
 from agentjet.compute.backend import ProcessCompute
+from agentjet.compute.samplers import check_sampler_python
 from agentjet.config import ServeConfig, ServerConfig, check_models, server_token
 from agentjet.errors import ConfigError
 from agentjet.front.http import HttpServer, check_certificate, listen, tune_python, uvicorn_config
@@ -56,6 +57,9 @@ def run(config: ServeConfig, *, ends_with_input: bool = False) -> None:
     check_models(config)
     check_data_dir(config.server.data_dir)
     check_certificate(config.server)
+    computes = [config.compute_of(policy) for policy in config.policy_names]
+    for compute in {one.sampler_python: one for one in computes if one.backend == "cluster"}.values():
+        check_sampler_python(compute)
     with contextlib.ExitStack() as stack:
         tracing = Tracing()
         stack.callback(tracing.connect(config.server.trace_endpoint))

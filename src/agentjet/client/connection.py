@@ -180,7 +180,7 @@ TOKEN_VARIABLE = "AGENTJET_TOKEN"
 PROCESS = uuid.uuid4().hex
 """Identifies this process to servers. Forked processes share it."""
 RUN_PATH = re.compile(r"/runs/[^/]+$")
-API_PATH = re.compile(r"((/swarm)?/v1)/*$")
+API_PATH = re.compile(r"(?<!/runs)(/swarm)?/v1/*$")
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 PROXIES = ("HTTP_PROXY", "http_proxy", "HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
 CONNECTING = re.compile(r"connect|proxy|remote end|bad ?gateway|502|503")
@@ -217,7 +217,8 @@ def load_settings(
     instance_id: str | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> ClientSettings:
-    """Arguments take precedence over AGENTJET_URL and AGENTJET_TOKEN, and these over the default address.
+    """Arguments take precedence over AGENTJET_URL and AGENTJET_TOKEN, and these over the default address. The path of
+    an API at the end of the address, such as `/v1`, is left out.
 
     Raises `ConfigError` if the address is not an http(s) URL, or if the token has a character that a header cannot
     carry.
@@ -225,10 +226,7 @@ def load_settings(
     address = url or environ.get(URL_VARIABLE) or DEFAULT_URL
     if not _is_address(address):
         raise ConfigError(f"{address!r} is not a server's address: expected something like {DEFAULT_URL}")
-    if found := API_PATH.search(address):
-        raise ConfigError(
-            f"{address!r} is the address of an API: the server's is {address[: found.start()]!r}, without {found[1]!r}"
-        )
+    address = API_PATH.sub("", address)  # A front that has this address answers that it is not the server.
     if address.rstrip("/").endswith("/runs"):
         raise ConfigError(f"{address!r} names no run: add its name, or leave out /runs for the default run")
     return ClientSettings(

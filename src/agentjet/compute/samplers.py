@@ -20,6 +20,7 @@ import hashlib
 import os
 import re
 import shutil
+import subprocess
 import time
 from collections import OrderedDict, deque
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -447,6 +448,24 @@ def sampler_python(settings: ComputeConfig) -> str:
     if shutil.which(python) is None and not settings.address:
         raise ConfigError(f"{python} is not a program. {_way_out(python)}")
     return python
+
+
+def check_sampler_python(settings: ComputeConfig) -> None:
+    """Raises `ConfigError` if the interpreter of the replicas is missing on this machine, or is not a Python.
+
+    The machines of a Ray cluster may have another one at its path.
+    """
+    python = sampler_python(settings)
+    if settings.address:
+        return
+    try:
+        command = [python, "-I", "-c", "print(6 * 7)"]
+        process = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=60, check=False)
+        is_python = process.stdout.split()[-1:] == [b"42"]
+    except (OSError, subprocess.TimeoutExpired):
+        is_python = False
+    if not is_python:
+        raise ConfigError(f"{python} is not a Python. {_way_out(python)}")
 
 
 def check_routes(model: ModelConfig) -> None:

@@ -27,9 +27,8 @@ from agentjet.compute.fleet import FrontWork, Others, RoutingFacts
 from agentjet.compute.remote import RemoteSamplers
 from agentjet.config import ServeConfig
 from agentjet.errors import ConfigError, NotFound
-from agentjet.front import inference
+from agentjet.front import addresses, inference
 from agentjet.front.http import (
-    FrontPrefix,
     HttpServer,
     RequestLimits,
     RunMiddleware,
@@ -138,9 +137,9 @@ class Front:
     def _app(self) -> Starlette:
         server = self.settings.config.server
         app = new_app(self._scope(DEFAULT_RUN), openapi_url=None)
-        app.routes.extend(inference.router.routes)
+        app.routes.extend([*inference.router.routes, *addresses.router.routes])
         app.add_middleware(RunMiddleware, enter=self._enter, allowed=allowed_hosts(server))
-        app.add_middleware(FrontPrefix, front=self.settings.index, addresses=self.settings.addresses)
+        app.add_middleware(addresses.FrontPath, front=self.settings.index, addresses=self.settings.addresses)
         for path in ("/", f"{PREFIX}/{{path:path}}", "/metrics", "/healthz", "/readyz"):
             app.add_api_route(path, self._refuse_control, methods=["GET", "POST", "PUT", "PATCH", "DELETE"])
         return app

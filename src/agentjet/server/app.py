@@ -35,11 +35,10 @@ import agentjet
 import agentjet.protocol as bodies
 from agentjet.config import ServerConfig
 from agentjet.errors import InvalidRequest, MethodNotAllowed, NotFound, RequestError, Unauthorized
-from agentjet.front import inference
+from agentjet.front import addresses, inference
 from agentjet.front.http import (
     BEARER,
     PROBLEM,
-    FrontPrefix,
     RequestLimits,
     RunMiddleware,
     allowed_hosts,
@@ -78,11 +77,11 @@ def create_app(runs: Runs, keys: Keys) -> FastAPI:
     # Routes are tried in this order: the most frequent ones come first. They are shared, because `include_router` would
     # build all of them again at the first request.
     routers = (routes.router, routes.records, routes.sessions, routes.operations)
-    for each in (inference.router, *routers, page_routes):
+    for each in (inference.router, *routers, page_routes, addresses.router):
         app.routes.extend(each.routes)
     app.add_middleware(RunMiddleware, enter=served.enter, allowed=allowed_hosts(runs.default.config.server))
     if (fronted := runs.default.fronted) is not None:  # A proxy may lack the rules for fronts.
-        app.add_middleware(FrontPrefix, front=None, addresses=fronted.fronts.addresses)
+        app.add_middleware(addresses.FrontPath, front=None, addresses=fronted.fronts.addresses)
     return app
 
 

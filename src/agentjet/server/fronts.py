@@ -123,6 +123,10 @@ class FrontedCalls:
         """Calls whose answers are not delivered yet."""
         return sum(self._num_calls.values())
 
+    def waiting_for(self) -> str:
+        """Returns a phrase about the fronts that answer no calls now, or ''."""
+        return ", ".join(f"front {one.front} ({one.problem})" for one in self.fronts.views() if one.problem)
+
     def busy_seconds(self) -> float:
         """Returns the seconds in which the busiest front sampled a call."""
         return max((sum(parts) for parts in self._busy.values()), default=0.0)

@@ -53,7 +53,6 @@ from agentjet.server.training import Engine, TrainingLoop
 from agentjet.swarm import EpisodeRecord, Journal, SwarmState
 from agentjet.swarm.batches import check_rewards
 from agentjet.swarm.groups import AnsweredRollout, RolloutNeeded
-from agentjet.swarm.journal_file import create_segment, segments_of
 from agentjet.swarm.state import Host
 from agentjet.types import DEFAULT_RUN, JOURNAL
 
@@ -204,9 +203,7 @@ class Gateway:
             check_source(self.folder, model)
         journal = Journal.open(self.folder / JOURNAL, models=models)
         try:
-            for front in range(fronts):
-                create_segment(journal.path, front)
-            journal.file.attach(segments_of(journal.path), live=True)
+            journal.file.open_segments(fronts)
         except BaseException:
             journal.close()
             raise
@@ -422,7 +419,7 @@ class Gateway:
     # ---- status and events -------------------------------------------------------------------------------------------
 
     def waiting_for(self, *, names_silent: bool = True) -> str:
-        """Returns a phrase for the thing that training waits for. It names the episode that is silent for long."""
+        """Returns a phrase for the thing that training waits for. It names the front or episode that is silent."""
         process = self.hosted.waiting_for()
         state, reason, doing = self.phase.state, self.phase.reason, self.doing()
         if self.swarm.file.refusal:
@@ -433,7 +430,9 @@ class Gateway:
             return f"the engine, {doing}"
         if state not in ("sampling", "learning"):
             return reason or WAITING_FOR[state]
-        return process or divergence(self.swarm.last_step) or self.queries.waiting_for(names_silent=names_silent)
+        fronts = "" if self.fronted is None else self.fronted.waiting_for()
+        others = process or fronts or divergence(self.swarm.last_step)
+        return others or self.queries.waiting_for(names_silent=names_silent)
 
     def doing(self) -> str:
         """Returns a phrase about slow work of the run, with its progress, or ''."""

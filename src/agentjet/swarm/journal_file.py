@@ -8,7 +8,8 @@ thread. After a failed `fdatasync` nothing is written any more: the kernel may h
 would succeed without writing them.
 
 Each front writes calls into its own file, `calls/front-N.sqlite` beside the journal, with the same tables. A journal
-reads them, too: `calls` is then a view of all files, and `main.calls` the journal's own table.
+reads them, too: `calls` is then a view of all files, and `main.calls` the journal's own table. The journal records the
+names of the files that its newest start read, so that a missing one is noticed.
 
 In the schema before, most facts were JSON. One set of queries returns rows of the present tables from those of the
 earlier schema. A journal that is only read gets them as temporary views with the names of the present tables. A journal
@@ -168,6 +169,36 @@ class JournalFile:
             names = ", ".join(_CALL_NAMES)
             tables = " UNION ALL ".join(f"SELECT {names} FROM {schema}.calls" for schema in ("main", *self.segments))
             self.db.execute(f"CREATE TEMP VIEW calls AS {tables}")
+
+    def open_segments(self, fronts: int) -> None:
+        """Read the calls of fronts, too, and create the files of so many fronts if they are missing.
+
+        Raises `ConfigError` if a file that the start before read is gone, and with it calls that may still be learned.
+        """
+        before = self.meta("segments", "").split()
+        folder = segment_of(self.path, 0).parent
+        for path in segments_of(self.path):
+            create_segment(path)
+        if gone := [folder / name for name in before if not (folder / name).exists()]:
+            self._check_calls(gone)
+        for front in range(fronts):
+            create_segment(segment_of(self.path, front))
+        self.attach(found := segments_of(self.path), live=True)
+        if (names := [path.name for path in found]) != before:
+            self.set_meta("segments", " ".join(names))
+
+    def _check_calls(self, gone: Sequence[Path]) -> None:
+        """Raises `ConfigError` if the files of fronts that are not `gone` lack calls that may still be learned."""
+        with closing(JournalFile(self.path, database.connect(self.path, "mode=ro"))) as file:
+            file.attach(segments_of(self.path), live=True)
+            (num_episodes,) = file.db.execute(_LACK_CALLS).fetchone()
+        if num_episodes:
+            names = " ".join(map(str, gone))
+            raise ConfigError(
+                f"server.data_dir lacks {names}, and {num_episodes} episodes that are not learned for good lack calls. "
+                "Put the file back, together with the one beside it that ends in -wal, if there was one; or go on "
+                f"without these calls, which are then not learned, with an empty file: touch {names}"
+            )
 
     def _checked_version(self) -> int:
         """The version of the schema. Raises `ConfigError` if it is unknown, or if the tables are not those of it."""
@@ -395,9 +426,8 @@ def segment_of(journal: Path, front: int) -> Path:
     return journal.parent / SEGMENTS / f"front-{front}.sqlite"
 
 
-def create_segment(journal: Path, front: int) -> None:
-    """Create the file of a front if it is missing. Raises `ConfigError`."""
-    path = segment_of(journal, front)
+def create_segment(path: Path) -> None:
+    """Create the file of a front if it is missing or empty. Raises `ConfigError`."""
     try:
         JournalFile.open_read_only(path).close()
     except ConfigError:  # It is missing, or a killed server had begun it.
@@ -427,6 +457,17 @@ def _unwritable(path: Path, why: str) -> ConfigError:
         f"{str(path.parent)!r} is not writable ({why}). Fix its permissions or free space, or choose another "
         "server.data_dir."
     )
+
+
+_LACK_CALLS = """
+SELECT COUNT(*) FROM main.episodes WHERE num_calls > (SELECT COUNT(*) FROM calls WHERE episode_id = episodes.id) AND (
+    NOT settled OR id IN (
+        SELECT member.value FROM main.batches, json_each(batches.groups) AS members, json_each(members.value) AS member
+        WHERE batches.id >= COALESCE((SELECT value ->> '$.durable_version' FROM main.meta WHERE key = 'state'), 0)
+    )
+)
+"""
+"""Number of episodes without some of the calls that `Journal.unneeded` keeps for the learner."""
 
 
 # ---- the schema and the migration from the earlier one --------------------------------------------------------

@@ -430,7 +430,10 @@ class Places:
         counted = [one for one in store.groups.values() if one.client_id == client or one.id not in self._silent]
         num_places = store.num_places
         if len(counted) >= num_places:
-            text = f"The batch has its {store.job.batch_size} groups."
+            text = (
+                f"The batch has its {store.job.batch_size} groups (job.batch_size): wait for the next batch, as the "
+                "AgentJet client does by itself, or raise job.batch_size."
+            )
             raise Later(text, code="batch_full", retry_after=RETRY_SECONDS)
         if not store.job.task_weights:
             return num_places, num_places - len(counted)
