@@ -30,11 +30,14 @@ class Run(World):
         self.segments: dict[int, Segment] = {}
         super().__init__(folder)
 
-    def open(self) -> None:
+    def open_journal(self) -> Journal:
+        journal = super().open_journal()
         for front in range(self.fronts):
             create_segment(self.path, front)
-        super().open()
-        self.journal.file.attach(segments_of(self.path), live=True)
+        journal.file.attach(segments_of(self.path), live=True)
+        if self.fronts:
+            journal.file.read_calls_apart()
+        return journal
 
     def front(self, episode: EpisodeRecord) -> Segment:
         return self.segment(front_of(episode, self.fronts))
@@ -163,6 +166,27 @@ def test_remaining_fronts_have_the_episodes_of_those_that_are_gone(run: Run, few
         assert [one.id for one in run.swarm.journal.call_facts(episode.id)] == [before[episode.id].id, after.id]
         counts = front.finish(episode.id)
         assert counts is not None and (counts.num_calls, counts.noted) == (2, {"seed": 1})
+
+
+def test_a_server_that_replaces_all_fronts_goes_on_after_their_calls(run: Run) -> None:
+    episode = run.begin()
+    first = run.speak(run.front(episode), episode)
+    run.fronts = 0
+    run.reopen()
+    assert run.swarm.episode(episode.id).num_calls == 1, "the front had not reported the call"
+    second = run.call(episode, 7, 8, parent=first, kept=3)
+    run.swarm.trees.clear()
+    assert run.swarm.tree(episode.id, "").calls == (first, second)
+
+
+def test_a_finish_sees_calls_that_a_front_recorded_after_an_open_transaction_began(run: Run) -> None:
+    run.swarm.defer_commits(lambda: None)
+    episode = run.begin()
+    run.swarm.commit()
+    other = run.begin(group="another")
+    call = run.speak(run.front(episode), episode)
+    assert run.finish(episode, 1.0, by_turn={"": [0.5]}).call_rewards == {call.id: 0.5}
+    run.abort(other)
 
 
 def test_a_front_that_was_replaced_reads_its_own_calls(run: Run) -> None:

@@ -207,6 +207,8 @@ class Gateway:
             for front in range(fronts):
                 create_segment(journal.path, front)
             journal.file.attach(segments_of(journal.path), live=True)
+            if fronts:
+                journal.file.read_calls_apart()
         except BaseException:
             journal.close()
             raise
