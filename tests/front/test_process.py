@@ -165,3 +165,16 @@ async def test_an_end_that_the_disk_refuses_leaves_the_episode_live(world: Run) 
     counts = await run.finish(episode.id)
     assert counts is not None and counts.num_calls == 2
     await run.close()
+
+
+async def test_settings_that_were_not_committed_yet_are_read_with_the_next_state(world: Run) -> None:
+    """A batch may open or hold the gate between a change of the job and its commit."""
+    run = serving(world, world.begin("", mode="eval"))
+    world.swarm.defer_commits(lambda: None)
+    world.swarm.replace_job(world.job.model_copy(update={"max_tokens": 7}))
+    present = RunState((), "", True, None, {}, world.swarm.job_revision)
+    await run.change(present)
+    world.swarm.commit()
+    await run.change(present)
+    assert run.segment.job.max_tokens == 7
+    await run.close()

@@ -92,12 +92,15 @@ class Segment(Conversations):
         """The settings of the job as `read_job` read them last."""
         return self._job
 
-    def read_job(self) -> None:
-        """Reads the settings in force. May run in another thread: it may import a plug-in."""
+    def read_job(self) -> int:
+        """Reads the committed settings, and returns their revision. May run in another thread: it may import a plug-in.
+        """
         with self.run.reading() as journal:
             settings = journal.job_settings()
-        if settings is not None:
-            self._job = settings.job
+        if settings is None:
+            return -1
+        self._job = settings.job
+        return settings.revision
 
     def close(self) -> None:
         """Idempotent."""
