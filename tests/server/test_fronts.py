@@ -4,29 +4,32 @@
 2. The server's own port answers every request as without fronts, except calls with the key of an episode.
 3. A front that is frozen or ends while it starts is replaced, and the log has the reason.
 4. A call that crashes several workers is given up by its front, which counts the workers as the server does.
+5. Two requests that end an episode follow each other: the refused one does not let its calls go on.
 """
 
 from __future__ import annotations
 
 import asyncio
 import sys
+import threading
 import time
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import httpx
 import pytest
 
 from agentjet.compute.backend import ProcessCompute
 from agentjet.config import ServeConfig
-from agentjet.errors import RequestError
+from agentjet.errors import Conflict, RequestError
 from agentjet.front.calls import MAX_CRASHES, CallRequest
 from agentjet.front.http import listen
 from agentjet.fronts import supervision
 from agentjet.fronts.supervision import FrontProcesses
-from agentjet.protocol import BeginRequest, status_of
+from agentjet.protocol import AbortRequest, BeginRequest, FinishRequest, status_of
+from agentjet.swarm import EpisodeRecord
 from agentjet.types import Conversation, Message
 from tests.fakes import running
 from tests.fronts_in_process import ADDRESS, FrontInProcess
@@ -201,3 +204,42 @@ async def test_a_call_that_crashes_several_workers_is_given_up_by_its_front(tmp_
         run.compute.may_sample.set()
         assert await say() == ["hi"], "other calls go on"
         assert run.compute.starts == MAX_CRASHES + 1
+
+
+@pytest.mark.anyio
+async def test_a_refused_end_beside_an_accepted_one_does_not_let_calls_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(tmp_path / "d", make_fronts=FrontInProcess) as run:
+        gateway, fronted = run.gateway, run.gateway.fronted
+        assert fronted is not None and isinstance(fronted.fronts, FrontInProcess)
+        calls, hello = fronted.fronts.calls(), CallRequest(Conversation((Message("user", "hello"),)))
+        episode = await gateway.begin(BeginRequest(task_id="t"))
+        disk, sync = threading.Event(), gateway.swarm.file.sync
+        answer, ask = asyncio.Event(), fronted.fronts.ask
+
+        async def late(*args: Any) -> Any:
+            found = await ask(*args)
+            await answer.wait()
+            return found
+
+        monkeypatch.setattr(gateway.swarm.file, "sync", lambda: (disk.wait(), sync()))
+        monkeypatch.setattr(fronted.fronts, "ask", late)
+        other = asyncio.create_task(gateway.begin(BeginRequest(task_id="t")))
+        await run.until(lambda: gateway.commits._under_way is not None)  # The ends are not committed before its sync.
+        finish = asyncio.create_task(gateway.finish(episode.id, FinishRequest(reward=1.0)))
+        abort = asyncio.create_task(gateway.abort(episode.id, AbortRequest()))
+        await asyncio.sleep(0.1)
+        answer.set()
+        await run.until(lambda: gateway.swarm.episode(episode.id).status == "finished")
+        await asyncio.sleep(0.1)
+        try:
+            with pytest.raises(RequestError, match="is ending"):
+                [chunk async for chunk in calls.answer(episode.id, "", hello)]
+        finally:
+            disk.set()
+        ended, refused, _ = await asyncio.gather(finish, abort, other, return_exceptions=True)
+        assert isinstance(ended, EpisodeRecord) and isinstance(refused, Conflict) and refused.code == "episode_finished"
+        assert not gateway.swarm.journal.call_facts(episode.id)
+        await asyncio.gather(*(gateway.finish(episode.id, FinishRequest(reward=1.0)) for _ in range(2)))
+        assert not fronted._finished
