@@ -4,7 +4,8 @@
 2. The server's own port answers every request as without fronts, except calls with the key of an episode.
 3. A front that is frozen or ends while it starts is replaced, and the log has the reason.
 4. A call that crashes several workers is given up by its front, which counts the workers as the server does.
-5. Two requests that end an episode follow each other: the refused one does not let its calls go on.
+5. A batch during which several fronts end is a failure.
+6. Two requests that end an episode follow each other: the refused one does not let its calls go on.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ import pytest
 
 from agentjet.compute.backend import ProcessCompute
 from agentjet.config import ServeConfig
-from agentjet.errors import Conflict, RequestError
+from agentjet.errors import Conflict, RequestError, WorkerDied
 from agentjet.front.calls import MAX_CRASHES, CallRequest
 from agentjet.front.http import listen
 from agentjet.fronts import supervision
 from agentjet.fronts.supervision import FrontProcesses
+from agentjet.processes.rpc import Peer
 from agentjet.protocol import AbortRequest, BeginRequest, FinishRequest, status_of
 from agentjet.swarm import EpisodeRecord
 from agentjet.types import Conversation, Message
@@ -108,6 +110,36 @@ async def test_a_front_that_is_frozen_or_ends_while_it_starts_is_replaced(
                     await asyncio.sleep(0.05)
         finally:
             await fronts.close()
+
+
+@pytest.mark.anyio
+async def test_a_batch_that_several_fronts_end_during_fails(tmp_path: Path) -> None:
+    """Else the fronts would be ended for ever, one after the other: the engine counts the failure on the batch."""
+    settings = {"server": {"data_dir": tmp_path, "fronts": 2}, "compute": {"backend": "cluster"}}
+
+    class Deadly:
+        async def ask(self, *args: Any) -> None:
+            raise WorkerDied("front-0 ended by SIGKILL")
+
+    with closing(listen("127.0.0.1", 0)) as first, closing(listen("127.0.0.1", 0)) as second:
+        compute = cast(ProcessCompute, SimpleNamespace())
+        fronts = FrontProcesses(ServeConfig.model_validate(settings), compute, [first, second], time.time)
+        for handle in fronts._handles:
+            handle.ready.set()
+
+        async def replace_peers() -> None:
+            while True:
+                for handle in fronts._handles:
+                    handle.peer = cast(Peer, Deadly())
+                await asyncio.sleep(0)
+
+        replacing = asyncio.create_task(replace_peers())
+        try:
+            async with asyncio.timeout(5):
+                with pytest.raises(WorkerDied, match="SIGKILL, while it built the forests of batch 3"):
+                    await fronts.batch("default", 3)
+        finally:
+            replacing.cancel()
 
 
 KEY = "THE-KEY"
