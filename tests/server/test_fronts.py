@@ -6,6 +6,7 @@
 4. A call that crashes several workers is given up by its front, which counts the workers as the server does.
 5. A batch during which several fronts end is a failure.
 6. Two requests that end an episode follow each other: the refused one does not let its calls go on.
+7. A report without changes, as of an idle front twice a second, writes nothing.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from agentjet.config import ServeConfig
 from agentjet.errors import Conflict, RequestError, WorkerDied
 from agentjet.front.calls import MAX_CRASHES, CallRequest
 from agentjet.front.http import listen
+from agentjet.front.run import RunReport
+from agentjet.front.segment import EpisodeActivity
 from agentjet.fronts import supervision
 from agentjet.fronts.supervision import FrontProcesses
 from agentjet.processes.rpc import Peer
@@ -275,3 +278,12 @@ async def test_a_refused_end_beside_an_accepted_one_does_not_let_calls_go_on(
         assert not gateway.swarm.journal.call_facts(episode.id)
         await asyncio.gather(*(gateway.finish(episode.id, FinishRequest(reward=1.0)) for _ in range(2)))
         assert not fronted._finished
+
+
+@pytest.mark.anyio
+async def test_a_report_without_changes_writes_nothing(tmp_path: Path) -> None:
+    async with running(tmp_path / "d", make_fronts=FrontInProcess) as run:
+        await run.gateway.commits.durable()
+        assert run.gateway.fronted is not None
+        run.gateway.fronted.heard(0, RunReport(EpisodeActivity(), 0, 0.0))
+        assert not run.gateway.swarm.file.has_uncommitted

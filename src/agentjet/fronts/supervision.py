@@ -172,7 +172,7 @@ class FrontProcesses:
         task.add_done_callback(self._sent)
 
     async def batch(self, run: str, batch_id: int) -> tuple[dict[str, TrainingBatch], dict[str, float]]:
-        """Raises `WorkerDied` if `MAX_BATCH_DEATHS` fronts end during it: a batch may need more memory than there is."""
+        """Raises `WorkerDied` if `MAX_BATCH_DEATHS` fronts end during it: it may need more memory than there is."""
         dead: set[Peer] = set()
         while True:
             handle = min(self._handles, key=lambda one: (one.is_silent, one.load))

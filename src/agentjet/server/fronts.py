@@ -232,7 +232,7 @@ class FrontedCalls:
     def heard(self, front: int, report: RunReport) -> None:
         """Records the activity of episodes that a front reports."""
         swarm, activity = self._swarm, report.activity
-        with suppress(Later), swarm.transaction():  # The journal has logged it; the end of an episode repeats them.
+        with suppress(Later):  # The journal has logged it; the end of an episode repeats them.
             for episode_id, counts in activity.counts.items():
                 if (known := swarm.episodes.get(episode_id)) is not None and known.status == "live":
                     swarm.account(episode_id, counts)
