@@ -103,6 +103,14 @@ def test_a_damaged_file_of_a_front_is_named(run: Run) -> None:
     segment_of(run.path, 1).unlink()
 
 
+def test_a_front_that_cannot_read_a_file_releases_its_own(run: Run) -> None:
+    """It tries again for a while, and its error names the damaged file."""
+    segment_of(run.path, 1).write_bytes(b"not a database" * 300)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"front-1\.sqlite cannot be read as the calls of a front"):
+            run.segment(2)
+
+
 def test_the_end_of_an_episode_has_its_counts_and_stops_records(run: Run) -> None:
     episode = run.begin("", mode="eval")
     front = run.front(episode)

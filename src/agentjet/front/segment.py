@@ -71,11 +71,15 @@ class Segment(Conversations):
         path = folder / JOURNAL
         own = segment_of(path, front)
         file = JournalFile.open(own)
-        file.attach([path, *(other for other in segments_of(path) if other != own)], live=True)
+        try:
+            file.attach([path, *(other for other in segments_of(path) if other != own)], live=True)
+            # In a transaction, the connection above would not see episodes that began since.
+            self.run = Journal.open_live(path)
+            """The journal of the run with the calls of all fronts."""
+        except BaseException:
+            file.close()
+            raise
         super().__init__(Journal(file))
-        # In a transaction, the connection above would not see episodes that began since.
-        self.run = Journal.open_live(path)
-        """The journal of the run with the calls of all fronts."""
         self._front, self._fronts, self._address = front, fronts, address
         self._clock = clock
         self.leases = Leases(clock, lambda: 0.0)
