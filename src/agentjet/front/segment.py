@@ -97,7 +97,7 @@ class Segment(Conversations):
         return self._job
 
     def read_job(self) -> int:
-        """Reads the committed settings, and returns their revision. May run in another thread: it may import a plug-in."""
+        """Reads the committed settings and returns their revision. May run in a thread: it may import a plug-in."""
         with self.run.reading() as journal:
             settings = journal.job_settings()
         if settings is None:
