@@ -16,7 +16,7 @@ from typing import Any
 from agentjet.compute.backend import ProcessCompute
 from agentjet.config import ServeConfig
 from agentjet.errors import AgentJetError, Unavailable, WorkerDied
-from agentjet.fronts.process import SOCKET, FrontReport, FrontSettings
+from agentjet.fronts.process import SOCKET, FrontReport, FrontSettings, ask_for_batch
 from agentjet.processes.guardian import Launch
 from agentjet.processes.rpc import Peer
 from agentjet.processes.supervisor import LocalPlacement, Supervisor, Watchdog, first_of, starved_seconds
@@ -179,9 +179,7 @@ class FrontProcesses:
             await handle.ready.wait()
             if (peer := handle.peer) is not None:
                 try:
-                    found: tuple[dict[str, TrainingBatch], dict[str, float]]
-                    found = await peer.ask("batch", None, run, batch_id)
-                    return found
+                    return await ask_for_batch(peer.ask, run, batch_id)
                 except WorkerDied as error:
                     dead.add(peer)
                     if len(dead) == MAX_BATCH_DEATHS:
