@@ -12,7 +12,7 @@ from typing import Any, cast
 from agentjet.compute.protocol import Sampler
 from agentjet.config import ServeConfig
 from agentjet.front.calls import Calls
-from agentjet.fronts.process import Front, FrontSettings
+from agentjet.fronts.process import Front, FrontSettings, ask_for_batch
 from agentjet.processes.rpc import Link
 from agentjet.protocol import FrontView
 from agentjet.server.fronts import FrontedCalls
@@ -69,8 +69,7 @@ class FrontInProcess:
         task.add_done_callback(self._tasks.discard)
 
     async def batch(self, run: str, batch_id: int) -> tuple[dict[str, TrainingBatch], dict[str, float]]:
-        found: tuple[dict[str, TrainingBatch], dict[str, float]] = await self.ask(0, "batch", run, batch_id)
-        return found
+        return await ask_for_batch(lambda op, _, *args: self.ask(0, op, *args), run, batch_id)
 
     def calls(self, run: str = DEFAULT_RUN) -> Calls:
         """Returns the calls of a run, as the routes of the front have them."""

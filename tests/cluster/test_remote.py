@@ -29,7 +29,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
-from agentjet.compute.fleet import MAX_RECENT, FrontWork, ReplicaWork
+from agentjet.compute.fleet import MAX_RECENT, FrontWork, ReplicaWork, RoutingFacts
 from agentjet.compute.remote import RemoteFleet, RemoteSamplers
 from agentjet.compute.samplers import Replicas
 from agentjet.config import SamplerConfig
@@ -44,6 +44,7 @@ from tests.cluster.test_replicas import Life, live_through, name_of
 pytestmark = pytest.mark.usefixtures("retries_are_quick")
 
 REPORT_SECONDS = 0.02
+REMOVED = RoutingFacts(POLICY, failure=PolicyRemoved("the server listed no replicas"))
 SLOWLY = Hooks(step_seconds=SLOW)
 
 
@@ -65,7 +66,7 @@ class Fronted:
         """Report for ever, and give each front the work of the others."""
         while True:
             await asyncio.sleep(REPORT_SECONDS)
-            works = [pickle.loads(pickle.dumps(front.report()))[POLICY] for front in self.fronts]
+            works = [pickle.loads(pickle.dumps(front.report())).get(POLICY, FrontWork()) for front in self.fronts]
             for number, work in enumerate(works):
                 self.on.fleet.heard(number, work)
             for number, front in enumerate(self.fronts):
@@ -300,7 +301,7 @@ def test_the_end_of_a_front_frees_its_places_at_the_replica(server: ForkServer, 
             if how == "close":
                 await at.fronts.pop(0).close()
             elif how == "remove":
-                at.fronts.pop(0).remove(POLICY)
+                at.fronts.pop(0).update(REMOVED)
             for task in endless if how == "cancel" else ():
                 task.cancel()
             await all_of(other)
@@ -373,7 +374,8 @@ def test_a_policy_without_replicas_fails_its_completions(server: ForkServer) -> 
                 await all_of(tasks)
             with pytest.raises(WorkerDied, match="install vLLM"):
                 await at.complete(1)
-            at.fronts[1].remove(POLICY)
+            at.fronts[1].update(REMOVED)
+            assert not at.fronts[1].report()
             with pytest.raises(PolicyRemoved):
                 await at.complete(1)
             with pytest.raises(PolicyRemoved):

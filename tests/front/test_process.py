@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 import threading
 import time
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import httpx
+import numpy as np
 import pytest
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
@@ -23,7 +25,15 @@ from agentjet.errors import Later, NotFound
 from agentjet.front.addresses import FrontPath
 from agentjet.front.keys import Keys
 from agentjet.front.tracing import Tracing
-from agentjet.fronts.process import Front, FrontPolicies, FrontRun, FrontSettings, RunState
+from agentjet.fronts.process import (
+    PART_BYTES,
+    Front,
+    FrontPolicies,
+    FrontRun,
+    FrontSettings,
+    RunState,
+    ask_for_batch,
+)
 from agentjet.processes.rpc import Link
 from agentjet.swarm import EpisodeRecord, Journal
 from agentjet.swarm.journal_file import JournalFile, segment_of
@@ -174,3 +184,33 @@ async def test_an_end_that_the_disk_refuses_leaves_the_episode_live(world: Run) 
     counts = await run.finish(episode.id)
     assert counts is not None and counts.num_calls == 2
     await run.close()
+
+
+async def test_settings_that_were_not_committed_yet_are_read_with_the_next_state(world: Run) -> None:
+    """A batch may open or hold the gate between a change of the job and its commit."""
+    run = serving(world, world.begin("", mode="eval"))
+    world.swarm.defer_commits(lambda: None)
+    world.swarm.replace_job(world.job.model_copy(update={"max_tokens": 7}))
+    present = RunState((), "", True, None, {}, world.swarm.job_revision)
+    await run.change(present)
+    world.swarm.commit()
+    await run.change(present)
+    assert run.segment.job.max_tokens == 7
+    await run.close()
+
+
+async def test_a_batch_comes_in_parts_that_hold_no_event_loop_for_long() -> None:
+    built = {"forest": np.arange(2_000_000), "empty": np.zeros(0)}, {"tokens": 2.0}
+    front: Any = Front(cast(Link, SimpleNamespace(name="front-0")))
+    front._runs["r"] = SimpleNamespace(batch=lambda batch_id: built)
+    sizes = []
+
+    async def ask(op: str, _: None, *args: Any) -> Any:
+        answer = await getattr(front, f"_{op}")(*args)
+        sizes.append(len(pickle.dumps(answer)))
+        return answer
+
+    given_up = await ask("batch", None, "r", 3)
+    forests, metrics = await ask_for_batch(ask, "r", 3)
+    assert given_up and np.array_equal(cast(Any, forests)["forest"], built[0]["forest"]) and metrics == {"tokens": 2.0}
+    assert max(sizes) < PART_BYTES + 1000 < built[0]["forest"].nbytes and not front._batches

@@ -30,9 +30,14 @@ class Run(World):
         self.segments: dict[int, Segment] = {}
         super().__init__(folder)
 
-    def open(self) -> None:
-        super().open()
-        self.journal.file.open_segments(self.fronts)
+    def open_journal(self) -> Journal:
+        journal = super().open_journal()
+        try:
+            journal.file.open_segments(self.fronts)
+        except BaseException:
+            journal.close()
+            raise
+        return journal
 
     def front(self, episode: EpisodeRecord) -> Segment:
         return self.segment(front_of(episode, self.fronts))
@@ -117,7 +122,6 @@ def test_a_missing_file_of_a_front_is_named_while_its_calls_may_be_learned(run: 
             ConfigError, match=rf"lacks \S+/{path.name}, and 2 episodes .*Put the file.*touch \S+/front"
         ):
             run.open()
-        run.journal.close()
     for file in files:
         file.rename(file.with_name(file.name.removeprefix("moved-")))
     run.reopen()
@@ -144,6 +148,14 @@ def test_a_missing_file_of_a_front_that_nothing_needs_is_not_missed(run: Run, nu
     run.fronts = 0
     run.reopen()
     assert not segments_of(run.path)
+
+
+def test_a_front_that_cannot_read_a_file_releases_its_own(run: Run) -> None:
+    """It tries again for a while, and its error names the damaged file."""
+    segment_of(run.path, 1).write_bytes(b"not a database" * 300)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"front-1\.sqlite cannot be read as the calls of a front"):
+            run.segment(2)
 
 
 def test_the_end_of_an_episode_has_its_counts_and_stops_records(run: Run) -> None:
@@ -209,6 +221,27 @@ def test_remaining_fronts_have_the_episodes_of_those_that_are_gone(run: Run, few
         assert [one.id for one in run.swarm.journal.call_facts(episode.id)] == [before[episode.id].id, after.id]
         counts = front.finish(episode.id)
         assert counts is not None and (counts.num_calls, counts.noted) == (2, {"seed": 1})
+
+
+def test_a_server_that_replaces_all_fronts_goes_on_after_their_calls(run: Run) -> None:
+    episode = run.begin()
+    first = run.speak(run.front(episode), episode)
+    run.fronts = 0
+    run.reopen()
+    assert run.swarm.episode(episode.id).num_calls == 1, "the front had not reported the call"
+    second = run.call(episode, 7, 8, parent=first, kept=3)
+    run.swarm.trees.clear()
+    assert run.swarm.tree(episode.id, "").calls == (first, second)
+
+
+def test_a_finish_sees_calls_that_a_front_recorded_after_an_open_transaction_began(run: Run) -> None:
+    run.swarm.defer_commits(lambda: None)
+    episode = run.begin()
+    run.swarm.commit()
+    other = run.begin(group="another")
+    call = run.speak(run.front(episode), episode)
+    assert run.finish(episode, 1.0, by_turn={"": [0.5]}).call_rewards == {call.id: 0.5}
+    run.abort(other)
 
 
 def test_a_front_that_was_replaced_reads_its_own_calls(run: Run) -> None:

@@ -6,30 +6,38 @@
 4. A call that crashes several workers is given up by its front, which counts the workers as the server does.
 5. A server whose front lost its file refuses to start if calls in it may still be learned.
 6. A front that is silent is what training waits for.
+7. A batch during which several fronts end is a failure.
+8. Two requests that end an episode follow each other: the refused one does not let its calls go on.
+9. A report without changes, as of an idle front twice a second, writes nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
 import sys
+import threading
 import time
 from contextlib import closing, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import httpx
 import pytest
 
 from agentjet.compute.backend import ProcessCompute
 from agentjet.config import ServeConfig
-from agentjet.errors import ConfigError, RequestError
+from agentjet.errors import ConfigError, Conflict, RequestError, WorkerDied
 from agentjet.front.calls import MAX_CRASHES, CallRequest
 from agentjet.front.http import listen
+from agentjet.front.run import RunReport
+from agentjet.front.segment import EpisodeActivity
 from agentjet.fronts import supervision
 from agentjet.fronts.supervision import FrontProcesses
-from agentjet.protocol import BeginRequest, FinishRequest, FrontView, status_of
+from agentjet.processes.rpc import Peer
+from agentjet.protocol import AbortRequest, BeginRequest, FinishRequest, FrontView, status_of
 from agentjet.server.fronts import FrontedCalls
+from agentjet.swarm import EpisodeRecord
 from agentjet.types import Conversation, Message
 from tests.fakes import running
 from tests.fronts_in_process import ADDRESS, FrontInProcess
@@ -140,6 +148,38 @@ async def test_a_front_that_is_frozen_or_ends_while_it_starts_is_replaced(
 
 
 HELLO = CallRequest(Conversation((Message("user", "hello"),)))
+
+
+@pytest.mark.anyio
+async def test_a_batch_that_several_fronts_end_during_fails(tmp_path: Path) -> None:
+    """Else the fronts would be ended for ever, one after the other: the engine counts the failure on the batch."""
+    settings = {"server": {"data_dir": tmp_path, "fronts": 2}, "compute": {"backend": "cluster"}}
+
+    class Deadly:
+        async def ask(self, *args: Any) -> None:
+            raise WorkerDied("front-0 ended by SIGKILL")
+
+    with closing(listen("127.0.0.1", 0)) as first, closing(listen("127.0.0.1", 0)) as second:
+        compute = cast(ProcessCompute, SimpleNamespace())
+        fronts = FrontProcesses(ServeConfig.model_validate(settings), compute, [first, second], time.time)
+        for handle in fronts._handles:
+            handle.ready.set()
+
+        async def replace_peers() -> None:
+            while True:
+                for handle in fronts._handles:
+                    handle.peer = cast(Peer, Deadly())
+                await asyncio.sleep(0)
+
+        replacing = asyncio.create_task(replace_peers())
+        try:
+            async with asyncio.timeout(5):
+                with pytest.raises(WorkerDied, match="SIGKILL, while it built the forests of batch 3"):
+                    await fronts.batch("default", 3)
+        finally:
+            replacing.cancel()
+
+
 KEY = "THE-KEY"
 """Stands in a path for the key of an episode."""
 CALLS = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses")
@@ -236,3 +276,51 @@ async def test_a_call_that_crashes_several_workers_is_given_up_by_its_front(tmp_
         run.compute.may_sample.set()
         assert await say() == ["hi"], "other calls go on"
         assert run.compute.starts == MAX_CRASHES + 1
+
+
+@pytest.mark.anyio
+async def test_a_refused_end_beside_an_accepted_one_does_not_let_calls_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(tmp_path / "d", make_fronts=FrontInProcess) as run:
+        gateway, fronted = run.gateway, run.gateway.fronted
+        assert fronted is not None and isinstance(fronted.fronts, FrontInProcess)
+        calls, hello = fronted.fronts.calls(), CallRequest(Conversation((Message("user", "hello"),)))
+        episode = await gateway.begin(BeginRequest(task_id="t"))
+        disk, sync = threading.Event(), gateway.swarm.file.sync
+        answer, ask = asyncio.Event(), fronted.fronts.ask
+
+        async def late(*args: Any) -> Any:
+            found = await ask(*args)
+            await answer.wait()
+            return found
+
+        monkeypatch.setattr(gateway.swarm.file, "sync", lambda: (disk.wait(), sync()))
+        monkeypatch.setattr(fronted.fronts, "ask", late)
+        other = asyncio.create_task(gateway.begin(BeginRequest(task_id="t")))
+        await run.until(lambda: gateway.commits._under_way is not None)  # The ends are not committed before its sync.
+        finish = asyncio.create_task(gateway.finish(episode.id, FinishRequest(reward=1.0)))
+        abort = asyncio.create_task(gateway.abort(episode.id, AbortRequest()))
+        await asyncio.sleep(0.1)
+        answer.set()
+        await run.until(lambda: gateway.swarm.episode(episode.id).status == "finished")
+        await asyncio.sleep(0.1)
+        try:
+            with pytest.raises(RequestError, match="is ending"):
+                [chunk async for chunk in calls.answer(episode.id, "", hello)]
+        finally:
+            disk.set()
+        ended, refused, _ = await asyncio.gather(finish, abort, other, return_exceptions=True)
+        assert isinstance(ended, EpisodeRecord) and isinstance(refused, Conflict) and refused.code == "episode_finished"
+        assert not gateway.swarm.journal.call_facts(episode.id)
+        await asyncio.gather(*(gateway.finish(episode.id, FinishRequest(reward=1.0)) for _ in range(2)))
+        assert not fronted._finished
+
+
+@pytest.mark.anyio
+async def test_a_report_without_changes_writes_nothing(tmp_path: Path) -> None:
+    async with running(tmp_path / "d", make_fronts=FrontInProcess) as run:
+        await run.gateway.commits.durable()
+        assert run.gateway.fronted is not None
+        run.gateway.fronted.heard(0, RunReport(EpisodeActivity(), 0, 0.0))
+        assert not run.gateway.swarm.file.has_uncommitted

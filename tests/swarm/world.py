@@ -35,9 +35,12 @@ class World:
         self.open()
 
     def open(self) -> None:
-        self.journal = Journal.open(self.path)
+        self.journal = self.open_journal()
         self.journal.file.db.execute("PRAGMA synchronous = OFF")  # no test pulls the plug; waiting for the disk is slow
         self.swarm = SwarmState(self.journal, self.job, policies=self.policies, clock=lambda: self.now)
+
+    def open_journal(self) -> Journal:
+        return Journal.open(self.path)
 
     def close(self) -> None:
         self.journal.close()

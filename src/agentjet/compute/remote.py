@@ -183,17 +183,15 @@ class RemoteSamplers:
     # ---- from the server --------------------------------------------------------------------------------------------
 
     def update(self, facts: RoutingFacts) -> None:
-        """Take the facts about a policy. Must be called in the event loop."""
+        """Take the facts about a policy. One with the failure `PolicyRemoved` is forgotten, and its completions fail
+        with that. Must be called in the event loop.
+        """
         if facts.policy not in self._policies:
             make_fleet = partial(RemoteFleet, facts.policy, self._connect)
             self._policies[facts.policy] = RemotePolicy(Replicas(make_fleet))
         self._policies[facts.policy].replicas.fleet.update(facts)
-
-    def remove(self, policy: PolicyId) -> None:
-        """Forget a policy; its completions fail with `PolicyRemoved`. Idempotent."""
-        if policy in self._policies:
-            self.update(RoutingFacts(policy, failure=_removed(policy)))
-            del self._policies[policy]
+        if isinstance(facts.failure, PolicyRemoved):
+            del self._policies[facts.policy]
 
     def others(self, policy: PolicyId, others: Mapping[str, Others]) -> None:
         """Take the work that other processes have at each replica, by its name."""
@@ -207,7 +205,7 @@ class RemoteSamplers:
     async def close(self) -> None:
         """Leave all replicas; completions fail with `PolicyRemoved`. Idempotent."""
         for policy in list(self._policies):
-            self.remove(policy)
+            self.update(RoutingFacts(policy, failure=_removed(policy)))
         self._threads.shutdown(wait=False)
 
     # ---- completions ------------------------------------------------------------------------------------------------

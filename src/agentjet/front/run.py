@@ -89,8 +89,8 @@ class FrontRun:
         """Applies a state. Later states wait for it."""
         async with self._changing:
             if state.job_revision != self._revision:
-                await asyncio.to_thread(self.segment.read_job)
-                self._revision = state.job_revision
+                # It is an earlier one if the server has not committed the change yet: the next state repeats it.
+                self._revision = await asyncio.to_thread(self.segment.read_job)
             renderers: dict[str, Renderer] = {}
             for name, model in state.models.items():
                 same = [one for one in (*renderers.values(), *self.policies.renderers.values()) if one.model == model]

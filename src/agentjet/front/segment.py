@@ -71,11 +71,15 @@ class Segment(Conversations):
         path = folder / JOURNAL
         own = segment_of(path, front)
         file = JournalFile.open(own)
-        file.attach([path, *(other for other in segments_of(path) if other != own)], live=True)
+        try:
+            file.attach([path, *(other for other in segments_of(path) if other != own)], live=True)
+            # In a transaction, the connection above would not see episodes that began since.
+            self.run = Journal.open_live(path)
+            """The journal of the run with the calls of all fronts."""
+        except BaseException:
+            file.close()
+            raise
         super().__init__(Journal(file))
-        # In a transaction, the connection above would not see episodes that began since.
-        self.run = Journal.open_live(path)
-        """The journal of the run with the calls of all fronts."""
         self._front, self._fronts, self._address = front, fronts, address
         self._clock = clock
         self.leases = Leases(clock, lambda: 0.0)
@@ -92,12 +96,14 @@ class Segment(Conversations):
         """The settings of the job as `read_job` read them last."""
         return self._job
 
-    def read_job(self) -> None:
-        """Reads the settings in force. May run in another thread: it may import a plug-in."""
+    def read_job(self) -> int:
+        """Reads the committed settings and returns their revision. May run in a thread: it may import a plug-in."""
         with self.run.reading() as journal:
             settings = journal.job_settings()
-        if settings is not None:
-            self._job = settings.job
+        if settings is None:
+            return -1
+        self._job = settings.job
+        return settings.revision
 
     def close(self) -> None:
         """Idempotent."""

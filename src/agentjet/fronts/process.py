@@ -12,11 +12,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import pickle
 import socket
 import time
-from collections.abc import Coroutine, Mapping
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +58,8 @@ log = logging.getLogger(__name__)
 
 SOCKET = "AGENTJET_FRONT_SOCKET"
 """Variable with the number of the open socket of the front's port."""
+PART_BYTES = 2**21
+"""Size of the parts of a batch. The event loops of front and server copy one part at a time."""
 OPEN_SECONDS = 20.0
 """Time for the file of a front to be released by a process that is being killed."""
 
@@ -87,6 +92,19 @@ class FrontReport:
     """Longest time in seconds that the event loop was late since the last report."""
 
 
+async def ask_for_batch(
+    ask: Callable[..., Awaitable[Any]], run: str, batch_id: int
+) -> tuple[dict[str, TrainingBatch], dict[str, float]]:
+    """Returns forests and metrics of a batch: see `FrontRun.batch`. `ask` is `Peer.ask` of a front."""
+    number, sizes = await ask("batch", None, run, batch_id)
+    contents = [bytearray(size) for size in sizes]
+    for content in contents:
+        for start in range(0, len(content), PART_BYTES):
+            content[start : start + PART_BYTES] = await ask("part", None, run, number)
+    found: tuple[dict[str, TrainingBatch], dict[str, float]] = pickle.loads(contents[0], buffers=contents[1:])
+    return found
+
+
 # ---- the process -----------------------------------------------------------------------------------------------------
 
 
@@ -99,6 +117,9 @@ class Front:
         self._runs: dict[str, FrontRun] = {}
         self._settings: FrontSettings | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._batches: dict[str, tuple[int, deque[memoryview]]] = {}
+        """The newest batch of each run that was asked for: the number of the request, and the parts not sent yet."""
+        self._batch_numbers = count(1)
         self._late = 0.0
         self._tracing = Tracing()
         self._opening = asyncio.Lock()
@@ -183,6 +204,7 @@ class Front:
                 await asyncio.sleep(0.05)
 
     async def _close(self, run: str) -> None:
+        self._batches.pop(run, None)
         if (known := self._runs.pop(run, None)) is not None:
             await known.close()
 
@@ -202,8 +224,35 @@ class Front:
         self._runs[run].segment.prune(rows)
         await self._runs[run].commits.durable()
 
-    async def _batch(self, run: str, batch_id: int) -> tuple[dict[str, TrainingBatch], dict[str, float]]:
-        return await asyncio.to_thread(self._runs[run].batch, batch_id)
+    async def _batch(self, run: str, batch_id: int) -> tuple[int, tuple[int, ...]]:
+        """Builds a batch. Returns the number for `_part`, and the sizes of its pickle and of the memory of its arrays,
+        which are not copied.
+        """
+        number, front_run = next(self._batch_numbers), self._runs[run]
+        self._batches[run] = number, deque()
+
+        def pickled() -> list[memoryview]:
+            arrays: list[pickle.PickleBuffer] = []
+            head = pickle.dumps(front_run.batch(batch_id), protocol=5, buffer_callback=arrays.append)
+            return [memoryview(head), *(array.raw() for array in arrays)]
+
+        contents = await asyncio.to_thread(pickled)
+        if number == self._batches.get(run, (0,))[0]:  # Else the server gave it up, and asked again.
+            self._batches[run][1].extend(
+                content[start : start + PART_BYTES]
+                for content in contents
+                for start in range(0, len(content), PART_BYTES)
+            )
+        return number, tuple(map(len, contents))
+
+    async def _part(self, run: str, number: int) -> bytes:
+        """Returns the next part of a batch."""
+        newest, parts = self._batches[run]
+        assert number == newest, "a run builds one batch at a time"
+        part = bytes(parts.popleft())
+        if not parts:
+            del self._batches[run]
+        return part
 
     async def _replicas(self, facts: RoutingFacts) -> None:
         self._samplers.update(facts)

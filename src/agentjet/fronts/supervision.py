@@ -16,7 +16,7 @@ from typing import Any
 from agentjet.compute.backend import ProcessCompute
 from agentjet.config import ServeConfig
 from agentjet.errors import AgentJetError, Unavailable, WorkerDied
-from agentjet.fronts.process import SOCKET, FrontReport, FrontSettings
+from agentjet.fronts.process import SOCKET, FrontReport, FrontSettings, ask_for_batch
 from agentjet.processes.guardian import Launch
 from agentjet.processes.rpc import Peer
 from agentjet.processes.supervisor import LocalPlacement, Supervisor, Watchdog, first_of, starved_seconds
@@ -41,6 +41,8 @@ be as slow.
 """
 SETTLE_SECONDS = 0.02
 """A fleet changes several times in a row."""
+MAX_BATCH_DEATHS = 2
+"""Fronts that may end while they build the forests of a batch, before that is a failure of the batch."""
 MAX_DELAY = 10.0
 """Longest wait in seconds before a front is started again. It is doubled with each end before the first report."""
 
@@ -170,9 +172,19 @@ class FrontProcesses:
         task.add_done_callback(self._sent)
 
     async def batch(self, run: str, batch_id: int) -> tuple[dict[str, TrainingBatch], dict[str, float]]:
-        front = min(self._handles, key=lambda one: (one.is_silent, one.load)).index
-        found: tuple[dict[str, TrainingBatch], dict[str, float]] = await self.ask(front, "batch", run, batch_id)
-        return found
+        """Raises `WorkerDied` if `MAX_BATCH_DEATHS` fronts end during it: it may need more memory than there is."""
+        dead: set[Peer] = set()
+        while True:
+            handle = min(self._handles, key=lambda one: (one.is_silent, one.load))
+            await handle.ready.wait()
+            if (peer := handle.peer) is not None:
+                try:
+                    return await ask_for_batch(peer.ask, run, batch_id)
+                except WorkerDied as error:
+                    dead.add(peer)
+                    if len(dead) == MAX_BATCH_DEATHS:
+                        raise WorkerDied(f"{error}, while it built the forests of batch {batch_id}") from error
+            await asyncio.sleep(0)
 
     def _send(self, peer: Peer, op: str, *args: Any) -> None:
         async def send() -> None:

@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractContextManager, asynccontextmanager, closing, suppress
 from pathlib import Path
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 from agentjet.config import JobConfig, ServeConfig
 from agentjet.errors import ComputeError, Later, RequestError
@@ -115,6 +116,8 @@ class FrontedCalls:
         self._busy: dict[int, tuple[float, float]] = {}
         """Seconds with calls inside the gate, by front: those of earlier processes, and of the present one."""
         self._num_calls: dict[int, int] = {}
+        self._ends = WeakValueDictionary[str, asyncio.Lock]()
+        """Held around the requests that end an episode: a refused one must not undo the end of another."""
         self._finished: set[str] = set()
         """Episodes that their fronts finished, before the event about their end."""
 
@@ -182,18 +185,20 @@ class FrontedCalls:
 
         If the end fails, calls are recorded again.
         """
-        episode = self._swarm.up_to_date(episode_id)
-        if episode.status != "live":
-            yield
-            return
-        await self._finish(episode)
-        self._finished.add(episode_id)
-        try:
-            yield
-        except BaseException:
-            self._finished.discard(episode_id)
-            self.fronts.later(self.fronts.ask(self.front(episode), "resume", self._policies.run, episode_id))
-            raise
+        async with self._ends.setdefault(episode_id, asyncio.Lock()):
+            if (episode := self._swarm.up_to_date(episode_id)).status == "live":
+                await self._finish(episode)
+            if self._swarm.episode(episode_id).status != "live":  # Its time may be over since.
+                yield
+                return
+            self._finished.add(episode_id)
+            try:
+                yield
+            except BaseException:
+                self._finished.discard(episode_id)
+                if self._swarm.episode(episode_id).status == "live":
+                    self.fronts.later(self.fronts.ask(self.front(episode), "resume", self._policies.run, episode_id))
+                raise
 
     def episode_ended(self, episode_id: str) -> None:
         """Ends the calls of an episode that has ended."""
@@ -231,7 +236,7 @@ class FrontedCalls:
     def heard(self, front: int, report: RunReport) -> None:
         """Records the activity of episodes that a front reports."""
         swarm, activity = self._swarm, report.activity
-        with suppress(Later), swarm.transaction():  # The journal has logged it; the end of an episode repeats them.
+        with suppress(Later):  # The journal has logged it; the end of an episode repeats them.
             for episode_id, counts in activity.counts.items():
                 if (known := swarm.episodes.get(episode_id)) is not None and known.status == "live":
                     swarm.account(episode_id, counts)

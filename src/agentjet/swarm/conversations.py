@@ -44,7 +44,7 @@ class Conversations(Transactions):
         raise NotImplementedError
 
     def next_call_number(self) -> int | None:
-        """The `seq` of the next call; None for the next one of the file."""
+        """The `seq` of the next call; None for the next one of all files."""
         return None
 
     def heartbeat(self, episode_id: str) -> EpisodeRecord:

@@ -75,6 +75,11 @@ class SwarmState(Store, Conversations):
         self.group_rules = GroupRules(self, self.leases, self.mixture, self.places)
         self.queries = Queries(self, self.group_rules, clock)
         self.batches = Batches(self, self.group_rules, clock)
+        if journal.file.segments:  # A killed front may have counted calls that it did not report.
+            with self.transaction():
+                for episode in self.live():
+                    if (counts := journal.newest_counts(episode.id)) is not None:
+                        self.account(episode.id, counts)
 
     # ---- the run -------------------------------------------------------------------------------------------
 

@@ -550,9 +550,11 @@ class Journal:
     def add_call(self, call: Call, body: bytes, routes: bytes = b"", *, seq: int | None = None) -> None:
         """Record a call. `body` is what `encode_call` returned for it; `routes` are packed by `timeline.routes`.
 
-        `seq` orders the calls of an episode; by default it is the next one of the file.
+        `seq` orders the calls of an episode; by default it is the next one of all files.
         """
         call_id, *facts = CallFacts.of(call)
+        if seq is None and self.file.segments:  # Numbers of fronts come from the clock.
+            seq = self.last_call_number() + 1
         self.file.db.execute(
             "INSERT INTO main.calls (seq, id, episode_id, undelivered, body, role, after_call, retry_of, untrained, "
             "num_tokens, num_bytes, routes) VALUES (?, ?, ?, FALSE, ?, ?, ?, ?, ?, ?, ?, ?)",
@@ -593,7 +595,7 @@ class Journal:
     def call_facts(self, episode_id: str) -> list[CallFacts]:
         """Facts about an episode's calls, in the order they were recorded. No call is parsed."""
         query = "SELECT id, role, after_call, retry_of, untrained, num_tokens FROM calls WHERE episode_id = ?"
-        return [CallFacts(*row) for row in self.file.db.execute(f"{query} ORDER BY seq", (episode_id,))]
+        return [CallFacts(*row) for row in self.file.calls.execute(f"{query} ORDER BY seq", (episode_id,))]
 
     def add_undelivered(self, call_ids: Iterable[str]) -> None:
         self.file.db.executemany(
@@ -602,19 +604,20 @@ class Journal:
 
     def orphans(self, episode_id: str) -> dict[str, OrphanReason]:
         """The calls of an episode that are not trained, with the reason. No call is parsed."""
-        rows = self.file.db.execute("SELECT id FROM calls WHERE episode_id = ? AND undelivered", (episode_id,))
+        rows = self.file.calls.execute("SELECT id FROM calls WHERE episode_id = ? AND undelivered", (episode_id,))
         return orphans(self.call_facts(episode_id), {row[0] for row in rows})
 
     def keep_transcript(self, episode_id: str, reason: str, most: int) -> None:
         """Keep the calls of an ended episode beyond their replay, for people, as one of the `most` newest of a reason.
         An episode without calls is left out.
         """
-        self.file.db.execute(
-            "INSERT OR REPLACE INTO transcripts (episode_id, reason, most, num_bytes) "
-            "SELECT episode_id, ?, ?, SUM(num_bytes) FROM calls WHERE episode_id = ? "
-            "GROUP BY episode_id",
-            (reason, most, episode_id),
-        )
+        query = "SELECT SUM(num_bytes) FROM calls WHERE episode_id = ?"
+        (num_bytes,) = self.file.calls.execute(query, (episode_id,)).fetchone()
+        if num_bytes is not None:
+            self.file.db.execute(
+                "INSERT OR REPLACE INTO transcripts (episode_id, reason, most, num_bytes) VALUES (?, ?, ?, ?)",
+                (episode_id, reason, most, num_bytes),
+            )
 
     # ---- batches -------------------------------------------------------------------------------------------
 

@@ -60,6 +60,8 @@ class JournalFile:
         self.db: sqlite3.Connection | Any = connection
         self.segments: dict[str, Path] = {}
         """Other files with calls that are read, by the name of their schema."""
+        self._apart: JournalFile | None = None
+        """A second connection for facts about calls: see `_read_calls_apart`."""
         self.in_transaction = False
         self.refusal = ""
         """Why the disk refuses writes, and what to do; empty again after the next successful write."""
@@ -186,6 +188,8 @@ class JournalFile:
         self.attach(found := segments_of(self.path), live=True)
         if (names := [path.name for path in found]) != before:
             self.set_meta("segments", " ".join(names))
+        if fronts:
+            self._read_calls_apart()
 
     def _check_calls(self, gone: Sequence[Path]) -> None:
         """Raises `ConfigError` if the files of fronts that are not `gone` lack calls that may still be learned."""
@@ -199,6 +203,19 @@ class JournalFile:
                 "Put the file back, together with the one beside it that ends in -wal, if there was one; or go on "
                 f"without these calls, which are then not learned, with an empty file: touch {names}"
             )
+
+    def _read_calls_apart(self) -> None:
+        """Read facts about calls outside of transactions from here on, because other processes write them.
+
+        A transaction does not see what others committed after its begin, and it may stay open for a while.
+        """
+        self._apart = JournalFile(self.path, database.connect(self.path, "mode=ro", any_thread=True))
+        self._apart.attach(tuple(self.segments.values()), live=True)
+
+    @property
+    def calls(self) -> sqlite3.Connection | Any:
+        """The connection for facts about calls."""
+        return self.db if self._apart is None else self._apart.db
 
     def _checked_version(self) -> int:
         """The version of the schema. Raises `ConfigError` if it is unknown, or if the tables are not those of it."""
@@ -237,6 +254,8 @@ class JournalFile:
         """Close and unlock the file. Idempotent. Later uses raise `Later`."""
         if isinstance(self.db, _Closed):
             return
+        if self._apart is not None:
+            self._apart.close()
         self.db.close()
         self.db = _Closed()
         for descriptor in (self._log, self._lock):
