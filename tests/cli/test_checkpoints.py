@@ -15,6 +15,7 @@ import hashlib
 import json
 import shutil
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from agentjet.compute.checkpoint import seal
 from agentjet.errors import CheckpointError, ConfigError, Conflict, InvalidRequest, Later, NotFound
 from agentjet.protocol import BeginRequest, EvaluationRequest, RunSettings
 from agentjet.server.run_policies import BEST
+from agentjet.swarm.journal_file import create_segment, segment_of
 from agentjet.types import PolicyId
 from tests.cli.test_commands import at, run
 from tests.fakes import Running, recent_episodes, running
@@ -197,6 +199,22 @@ async def test_a_rollback_gives_the_old_weights_a_new_version(tmp_path: Path) ->
         assert (up.compute.learned, up.compute.weights) == ([5], after), "replayed to the same weights"
         counts = up.gateway.swarm.queries.journal.outcomes()
         assert counts["trained"] + counts["dropped"] + counts["waiting"] == counts["finished"]
+
+
+async def test_a_rollback_keeps_transcripts_of_calls_in_the_files_of_fronts(tmp_path: Path) -> None:
+    data = tmp_path / "d"
+    async with running(data, job={"checkpoint_every": 1}) as up:
+        await up.batch()
+        await up.batch()
+        waiting, path = await up.episode(1.0, task="waits"), up.gateway.swarm.journal.path
+    create_segment(segment_of(path, 0))
+    with closing(sqlite3.connect(path)) as file:
+        file.execute("ATTACH ? AS front", (str(segment_of(path, 0)),))
+        file.executescript("INSERT INTO front.calls SELECT * FROM main.calls; DELETE FROM main.calls;")
+    roll_back(data, "1")
+    with closing(sqlite3.connect(path)) as file:
+        kept = file.execute("SELECT reason FROM transcripts WHERE episode_id = ?", (waiting,)).fetchall()
+    assert kept == [("dropped rolled_back",)]
 
 
 async def test_rollbacks_of_rollbacks(tmp_path: Path) -> None:

@@ -209,6 +209,7 @@ def roll_back(data_dir: Path, version: str, run: str = DEFAULT_RUN) -> tuple[Rol
         MetricsFile(folder / METRICS).check_journal(recorded.policy_version)
         target = store.find(version)
         check_rollback(journal, recorded, target)
+        journal.file.open_segments(0)  # Transcripts of episodes whose calls fronts have are kept, too.
         states, _ = _verified(store, journal, target)
         swarm = SwarmState(journal, held.given, policies=journal.origin.named)
         new = swarm.state.next_unused_version

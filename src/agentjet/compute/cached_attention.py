@@ -238,8 +238,10 @@ class PagedPlan:
             padded[:] = value
         owner[:], start[:], count[:], table[:, 0] = -1, 0, 1, self._cache.spare
         if spans:
-            own_tokens, where, own = next_tokens(spans, self._cache)
-            tokens[: len(own)], positions[: len(own)], rows[: len(own)] = own_tokens, where, own
+            where, own = next_positions(spans, self._cache)
+            positions[: len(own)], rows[: len(own)] = where, own
+            if source is None:
+                tokens[: len(own)] = next_tokens(spans)
             last = np.arange(len(own)) if spans[-1][1] == 1 else np.cumsum([n for _, n in spans]) - 1
             num_blocks = where[last] // BLOCK + 1
             blocks, owners, place = self._cache.listed([row for row, _ in spans], 0, num_blocks)
@@ -326,8 +328,8 @@ Spans = list[tuple[CacheRow, int]]
 """Rows with the number of their next tokens that a step computes. Rows of one token come first."""
 
 
-def next_tokens(spans: Spans, cache: KeyValueCache) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
-    """Returns the next tokens [N] of some rows, their positions [N], and the number [N] of the row of each.
+def next_positions(spans: Spans, cache: KeyValueCache) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Returns the positions [N] of the next tokens of some rows, and the number [N] of the row of each.
 
     Takes the blocks of these tokens.
     """
@@ -335,13 +337,19 @@ def next_tokens(spans: Spans, cache: KeyValueCache) -> tuple[NDArray[np.int32], 
     if spans[-1][1] == 1:
         for i in np.flatnonzero(filled % BLOCK == 0).tolist():  # The others have their block.
             cache.extend(spans[i][0], spans[i][0].filled + 1)
-        return np.array([row.tokens[row.filled] for row, _ in spans]), filled, np.arange(len(spans))
+        return filled, np.arange(len(spans))
     for row, n in spans:
         cache.extend(row, row.filled + n)
     counts = np.array([n for _, n in spans])
     own = np.repeat(np.arange(len(spans)), counts)
-    positions = np.arange(len(own)) - (np.cumsum(counts) - counts - filled)[own]
-    return np.concatenate([row.tokens[row.filled : row.filled + n] for row, n in spans]), positions, own
+    return np.arange(len(own)) - (np.cumsum(counts) - counts - filled)[own], own
+
+
+def next_tokens(spans: Spans) -> NDArray[np.int32]:
+    """Returns the next tokens [N] of some rows, which the host knows."""
+    if spans[-1][1] == 1:
+        return np.array([row.tokens[row.filled] for row, _ in spans])
+    return np.concatenate([row.tokens[row.filled : row.filled + n] for row, n in spans])
 
 
 def step_inputs(spans: Spans, cache: KeyValueCache) -> tuple[Tensor, Tensor, StepPlan | PagedPlan]:
@@ -349,7 +357,7 @@ def step_inputs(spans: Spans, cache: KeyValueCache) -> tuple[Tensor, Tensor, Ste
     if cache.device.type == "cuda":
         inputs: tuple[Tensor, Tensor, StepPlan | PagedPlan] = paged_inputs(spans, cache)
     else:
-        tokens, positions, _ = next_tokens(spans, cache)
+        tokens, (positions, _) = next_tokens(spans), next_positions(spans, cache)
         inputs = torch.from_numpy(tokens).long(), torch.from_numpy(positions), StepPlan(spans, positions, cache)
     if cache.slots:
         inputs[2].recurrence = StepRecurrence(cache.runs(spans), cache.slots, cache.device)
