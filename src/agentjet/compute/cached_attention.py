@@ -346,7 +346,7 @@ def next_positions(spans: Spans, cache: KeyValueCache) -> tuple[NDArray[np.int64
 
 
 def next_tokens(spans: Spans) -> NDArray[np.int32]:
-    """Returns the next tokens [N] of some rows, which the host knows."""
+    """Returns the next tokens [N] of some rows from the memory of the host."""
     if spans[-1][1] == 1:
         return np.array([row.tokens[row.filled] for row, _ in spans])
     return np.concatenate([row.tokens[row.filled : row.filled + n] for row, n in spans])
