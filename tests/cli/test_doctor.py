@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from agentjet.cli.machine import GB, STAMP, Hardware, make_environment, report, sampler_packages
+from agentjet.cli.machine import GB, STAMP, Hardware, _vllm_version, make_environment, report, sampler_packages
 from agentjet.cli.main import app
 from agentjet.config import ServeConfig, parse_config
 from agentjet.errors import ConfigError
@@ -257,3 +257,7 @@ def test_the_shipped_packages() -> None:
     assert "\nvllm-cpu==" in sampler_packages(cuda=False)[0]
     packages, overrides = sampler_packages(cuda=True)
     assert "\nvllm==" in packages and "\nvllm-cpu" not in packages and "llguidance" in overrides
+
+
+def test_a_program_that_is_not_a_python_has_no_vllm() -> None:
+    assert _vllm_version(Path("/bin/echo")) == "", "its output is no version"

@@ -68,7 +68,7 @@ def test_messages_that_a_checkpoint_covers_are_gone(served: Served, tmp_path: Pa
         play(swarm, "new")
     out = tmp_path / "out.jsonl"
     assert "conversations: 2, of episodes: 1, in" in (said := run("episodes", "export", str(out), *at(served)))
-    assert "1 more have no messages, since a checkpoint covers them" in said
+    assert "1 more have no messages: a checkpoint covers them" in said
     found = read(out)
     assert [(row["task_id"], row["timeline"], row["reward"]) for row in found] == [("new", 0, 1.0), ("new", 1, 1.0)]
     columns = [[(key, type(value)) for key, value in row.items()] for row in found]

@@ -106,7 +106,9 @@ def test_a_damaged_file_of_a_front_is_named(run: Run) -> None:
 @pytest.mark.parametrize(
     ("state", "fronts"), [("live", FRONTS), ("finished", FRONTS), ("finished", 1), ("finished", 0), ("pending", FRONTS)]
 )
-def test_a_missing_file_of_a_front_is_named_while_its_calls_may_be_learned(run: Run, state: str, fronts: int) -> None:
+def test_a_missing_file_of_a_front_is_named_while_its_calls_may_be_learned(
+    run: Run, state: str, fronts: int, caplog: pytest.LogCaptureFixture
+) -> None:
     episodes = [run.begin(group) for group in ("a", "a", "b", "b")]
     for episode in episodes:
         run.speak(run.front(episode), episode)
@@ -125,12 +127,16 @@ def test_a_missing_file_of_a_front_is_named_while_its_calls_may_be_learned(run: 
     for file in files:
         file.rename(file.with_name(file.name.removeprefix("moved-")))
     run.reopen()
+    assert "lack calls" not in caplog.text
     assert all(run.swarm.journal.call_facts(episode.id) for episode in episodes)
     run.close()
     for file in sorted(path.parent.glob(f"{path.name}*")):
         file.unlink()
-    path.touch()  # The way out in the error.
+    path.touch(0o644)  # The way out in the error.
+    caplog.clear()
     run.reopen()
+    assert "2 episodes that are not learned for good lack calls" in caplog.text
+    assert path.stat().st_mode & 0o777 == 0o600
     run.reopen()
     assert not run.swarm.journal.call_facts(episodes[0].id)
 

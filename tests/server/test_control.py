@@ -153,13 +153,24 @@ async def test_what_is_not_there(tmp_path: Path) -> None:
             assert response.headers["content-type"] == "application/problem+json"
         inference = await served.http.post("/v1/embeddings", json={})
         assert (inference.status_code, inference.json()["error"]["code"]) == (404, "unknown_route")
-        for path in ("/chat/completions", "/k/a-key/responses", "/models", "/messages"):
-            without = await served.http.post(path, json={})
-            dialects_own = await served.http.post(f"/v1{path.removeprefix('/k/a-key')}/nothing", json={})
-            assert without.status_code == 404 and "add /v1 to the base URL" in without.json()["error"]["message"]
-            assert without.json()["error"].keys() == dialects_own.json()["error"].keys(), "the shape of its dialect"
-        got = await served.http.get("/v1/chat/completions")
-        assert (got.status_code, got.json()["error"]["code"]) == (405, "method_not_allowed") and "POST" in got.text
+        for path, right, way_out in (
+            ("/chat/completions", "/v1/chat/completions", "add /v1 to the base URL"),
+            ("/k/a-key/responses", "/v1/responses", "add /v1 to the base URL"),
+            ("/models", "/v1/models", "add /v1 to the base URL"),
+            ("/messages", "/v1/messages", "add /v1 to the base URL"),
+            ("/messages/count_tokens", "/v1/messages/count_tokens", "add /v1 to the base URL"),
+            ("/v1/v1/messages", "/v1/messages", "leave /v1 out of the base URL"),
+            ("/k/a-key/v1/v1/chat/completions", "/v1/chat/completions", "leave /v1 out of the base URL"),
+            ("/v1/inference/v1/generate", "/inference/v1/generate", "leave /v1 out of the base URL"),
+            ("/v1/chat/completions/", "/v1/chat/completions", "leave out the slash"),
+        ):
+            wrong = await served.http.post(path, json={})
+            dialects_own = await served.http.post(f"{right}/nothing", json={})
+            assert wrong.status_code == 404 and way_out in wrong.json()["error"]["message"]
+            assert wrong.json()["error"].keys() == dialects_own.json()["error"].keys(), "the shape of its dialect"
+        for path in ("/v1/chat/completions", "/v1/messages/count_tokens"):
+            got = await served.http.get(path)
+            assert (got.status_code, "takes requests with POST" in got.text) == (405, True)
 
 
 async def test_a_full_batch_refuses_and_says_when_to_come_again(tmp_path: Path) -> None:

@@ -189,15 +189,17 @@ def export_episodes(
         if not num_rows:
             raise ConfigError(
                 f"nothing to export: of {len(wanted)} episodes with this --status and --mode, {num_gone} have no "
-                "messages (a checkpoint covers them), the others no conversation with --min-reward"
+                f"messages ({NOT_KEPT}), the others no conversation with --min-reward"
             )
-    gone = f"; {num_gone} more have no messages, since a checkpoint covers them" if num_gone else ""
+    gone = f"; {num_gone} more have no messages: {NOT_KEPT}" if num_gone else ""
     typer.echo(f"conversations: {num_rows}, of episodes: {len(wanted) - num_gone}, in {file}{gone}")
 
 
 # ---- the tokens of an episode ----------------------------------------------------------------------------------------
 
 NOTE = "dim"
+NOT_KEPT = "a checkpoint covers them, or the file of their front is gone"
+"""The reason for missing calls of an episode."""
 UNTRAINED = {"retry": "sent again", "undelivered": "not delivered", "side": "a side call by job.side_calls"}
 PROBABILITIES = (
     (0.01, "color(226) underline"),
@@ -243,7 +245,7 @@ def episode_lines(tree: EpisodeTree, overlay: Overlay = "author", group: GroupVi
             shown = ", ".join(f"{one_line(name)} ({count})" for name, count in sorted(counts.items()))
             lines.append(Text(f"{title}: {shown}", NOTE))
     if not tree.calls:
-        calls = "not kept, since a checkpoint covers them" if tree.num_calls else "none"
+        calls = f"not kept: {NOT_KEPT}" if tree.num_calls else "none"
         return [*lines, Text(f"calls: {calls}", NOTE)]
     if overlay == "author":
         lines.append(Text.assemble("written by ", *((f" {author} ", style) for author, style in _legend(tree))))

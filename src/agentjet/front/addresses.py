@@ -13,9 +13,9 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from agentjet.errors import Forbidden, NotFound
-from agentjet.front.dialects import DIALECTS
+from agentjet.errors import Forbidden
 from agentjet.front.http import KEY_PATH, error_response, route_path
+from agentjet.front.inference import CALL_PATHS, wrong_path
 
 FRONT_PATH = re.compile(r"/f(0|[1-9]\d{0,2})(?=/|$)")
 """Path of a front behind a proxy that does not remove it."""
@@ -60,11 +60,10 @@ router = APIRouter(include_in_schema=False)
 async def refuse_without_v1(request: Request) -> Response:
     """Refuses a call in the shape of the dialect that the client expects."""
     path = KEY_PATH.sub("", route_path(request.scope), count=1)
-    message = f"{path} is not served here, but /v1{path} is: add /v1 to the base URL, as in the base_url of an episode."
-    return error_response(f"/v1{path}", NotFound(message, code="unknown_route"))
+    return wrong_path(path, f"/v1{path}", "add /v1 to the base URL, as in the base_url of an episode")
 
 
-for _path in ("/v1/models", *(dialect.path for dialect in DIALECTS)):
+for _path in ("/v1/models", *CALL_PATHS):
     if _path.startswith("/v1/"):
         for _start in ("", "/k/{key}"):
             router.add_api_route(_start + _path.removeprefix("/v1"), refuse_without_v1, methods=["GET", "POST"])

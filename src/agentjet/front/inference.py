@@ -47,6 +47,7 @@ from agentjet.front.http import (
     Presence,
     calls_of,
     count_refusal,
+    error_response,
     internal_error,
     key_in_headers,
     key_in_path,
@@ -58,6 +59,8 @@ from agentjet.types import policy_of
 log = logging.getLogger(__name__)
 
 MAX_ROLE = 128
+COUNT_PATH = f"{MESSAGES.path}/count_tokens"
+CALL_PATHS = (*(dialect.path for dialect in DIALECTS), COUNT_PATH)
 POLICY_ALIAS = "policy"
 """A name of the model of every run without named policies."""
 
@@ -99,7 +102,7 @@ class CallRoute(GuardedRoute):
 routes = APIRouter(tags=["inference"], route_class=GuardedRoute)
 
 
-@routes.post(f"{MESSAGES.path}/count_tokens", dependencies=EPISODE_KEY, responses=errors_of(MESSAGES.errors))
+@routes.post(COUNT_PATH, dependencies=EPISODE_KEY, responses=errors_of(MESSAGES.errors))
 async def count_tokens(body: PromptBody, request: Request, calls: RunCalls) -> TokenCount:
     """Return the exact length of a prompt in tokens. Nothing is sampled or recorded."""
     role = role_of(body.model, calls.policies)
@@ -133,13 +136,25 @@ async def probe() -> Response:
 
 @routes.api_route("/v1/{path:path}", methods=["GET", "POST"], include_in_schema=False)
 @routes.api_route("/inference/v1/{path:path}", methods=["GET", "POST"], include_in_schema=False)
-async def unknown_route(request: Request) -> None:
+async def unknown_route(request: Request) -> Response:
     """Refuse unknown paths, and GET of a known one, with an error in the shape of the nearest dialect."""
-    path, paths = KEY_PATH.sub("", route_path(request.scope), count=1), [dialect.path for dialect in DIALECTS]
-    if path in paths:
+    path = KEY_PATH.sub("", route_path(request.scope), count=1)
+    if path in CALL_PATHS:
         raise MethodNotAllowed(f"{path} takes requests with POST.", code="method_not_allowed")
-    served = ", ".join(["/v1/models", *paths])
-    raise NotFound(f"{path} is not served here. Available: {served}.", code="unknown_route")
+    if (once := path.removeprefix("/v1")) in CALL_PATHS:
+        return wrong_path(path, once, "leave /v1 out of the base URL, because this client adds it by itself")
+    if (bare := path.rstrip("/")) in CALL_PATHS:
+        return wrong_path(path, bare, "leave out the slash at the end")
+    raise NotFound(
+        f"{path} is not served here. Available: {', '.join(['/v1/models', *CALL_PATHS])}.", code="unknown_route"
+    )
+
+
+def wrong_path(path: str, right: str, way_out: str) -> Response:
+    """Returns the refusal of a call at `path` that belongs at `right`, in the shape of that dialect."""
+    return error_response(
+        right, NotFound(f"{path} is not served here, but {right} is: {way_out}.", code="unknown_route")
+    )
 
 
 def _add_route(dialect: Dialect[Any], to: APIRouter) -> None:

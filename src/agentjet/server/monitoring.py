@@ -503,7 +503,8 @@ class _StatusCollector(Collector):
             values = {str(one.front): float(getattr(one, field)) for one in self.status.fronts}
             return self._family(name, meaning, values, "front")
 
-        yield family("front_ready", "1 while the front answers calls.", "ready")
+        ready = {str(one.front): float(not one.problem) for one in self.status.fronts}
+        yield self._family("front_ready", "1 while the front answers calls and reports.", ready, "front")
         yield family("front_calls", "Calls that wait, are sampled, or are being sent.", "calls")
         yield family("front_load", "CPU seconds a second in the last half second.", "load")
         yield family("front_lag_seconds", "Longest delay of the event loop, or of its report.", "lag")

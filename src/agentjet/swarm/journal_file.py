@@ -163,6 +163,7 @@ class JournalFile:
                     raise
                 raise ConfigError(
                     f"{path} cannot be read as the calls of a front ({error}). Restore it with {path.name}-wal; or "
+                    "move it away and go on without its calls, with an empty file of its name; or "
                     "move only checkpoints/ to runs/default/ of a new server.data_dir, which starts at the newest good "
                     "one"
                 ) from None
@@ -188,6 +189,12 @@ class JournalFile:
         self.attach(found := segments_of(self.path), live=True)
         if (names := [path.name for path in found]) != before:
             self.set_meta("segments", " ".join(names))
+        if found and (num_episodes := self._num_lacking()):
+            log.warning(
+                "%d episodes that are not learned for good lack calls that their fronts recorded: their rewards count "
+                "in their groups, and the calls that are gone are not learned",
+                num_episodes,
+            )
         if fronts:
             self._read_calls_apart()
 
@@ -195,7 +202,7 @@ class JournalFile:
         """Raises `ConfigError` if the files of fronts that are not `gone` lack calls that may still be learned."""
         with closing(JournalFile(self.path, database.connect(self.path, "mode=ro"))) as file:
             file.attach(segments_of(self.path), live=True)
-            (num_episodes,) = file.db.execute(_LACK_CALLS).fetchone()
+            num_episodes = file._num_lacking()
         if num_episodes:
             names = " ".join(map(str, gone))
             raise ConfigError(
@@ -203,6 +210,9 @@ class JournalFile:
                 "Put the file back, together with the one beside it that ends in -wal, if there was one; or go on "
                 f"without these calls, which are then not learned, with an empty file: touch {names}"
             )
+
+    def _num_lacking(self) -> int:
+        return int(self.db.execute(_LACK_CALLS).fetchone()[0])
 
     def _read_calls_apart(self) -> None:
         """Read facts about calls outside of transactions from here on, because other processes write them.
@@ -450,6 +460,8 @@ def create_segment(path: Path) -> None:
     try:
         JournalFile.open_read_only(path).close()
     except ConfigError:  # It is missing, or a killed server had begun it.
+        if path.exists():
+            path.chmod(0o600)  # Somebody else may have made it.
         JournalFile.open(path).close()
 
 
