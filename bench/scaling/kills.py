@@ -15,12 +15,13 @@ import signal
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Self
 
 from agentjet.compute.backend import Hosted, ProcessCompute
 from agentjet.compute.fleet import ReplicaHandle, RoutedCompletion
+from agentjet.fronts import supervision
 from agentjet.fronts.supervision import FrontHandle, FrontProcesses
 
 POLL_SECONDS = 0.002
@@ -67,13 +68,24 @@ class Kills:
         """Messages that fronts work on, by kind and front."""
         self._returning: set[asyncio.Task[None]] = set()
         if fronts is not None:
-            self._ask = fronts.ask
+            self._ask, self._ask_for_batch = fronts.ask, supervision.ask_for_batch
             fronts.ask = self._asking  # type: ignore[method-assign]
+            supervision.ask_for_batch = self._asking_for_batch
 
     async def _asking(self, front: int, op: str, *args: Any) -> Any:
+        with self._working(op, front):
+            return await self._ask(front, op, *args)
+
+    async def _asking_for_batch(self, ask: Callable[..., Awaitable[Any]], *args: Any) -> Any:
+        front = next(one.index for one in self._handles() if one.peer is not None and one.peer.ask == ask)
+        with self._working("batch", front):
+            return await self._ask_for_batch(ask, *args)
+
+    @contextlib.contextmanager
+    def _working(self, op: str, front: int) -> Iterator[None]:
         self._asked[op, front] += 1
         try:
-            return await self._ask(front, op, *args)
+            yield
         finally:
             self._asked[op, front] -= 1
 
