@@ -190,9 +190,9 @@ def roll_back(data_dir: Path, version: str, run: str = DEFAULT_RUN) -> tuple[Rol
     """Takes a stopped run back to a checkpoint, by policy version or tag; returns the rollback and the job settings in
     force.
 
-    Raises `ConfigError` if a server uses the folder, its journal lost its end, or the checkpoint has another
-    origin. Raises `CheckpointError` if the checkpoint is missing, damaged, not the journal's, or not an ancestor of
-    the present weights. An error changes nothing.
+    Raises `ConfigError` if a server uses the folder, its journal lost its end, the file of a front is missing, or the
+    checkpoint has another origin. Raises `CheckpointError` if the checkpoint is missing, damaged, not the journal's, or
+    not an ancestor of the present weights. An error changes nothing.
     """
     from agentjet.compute.checkpoint import seal
     from agentjet.server.checkpoints import CheckpointStore, combined_stamp, policy_folders
@@ -209,8 +209,8 @@ def roll_back(data_dir: Path, version: str, run: str = DEFAULT_RUN) -> tuple[Rol
         MetricsFile(folder / METRICS).check_journal(recorded.policy_version)
         target = store.find(version)
         check_rollback(journal, recorded, target)
-        journal.file.open_segments(0)  # Transcripts of episodes whose calls fronts have are kept, too.
         states, _ = _verified(store, journal, target)
+        journal.file.open_segments(0)  # Transcripts of episodes whose calls fronts have are kept, too.
         swarm = SwarmState(journal, held.given, policies=journal.origin.named)
         new = swarm.state.next_unused_version
         # The journal records the checkpoint when its files are on disk. After a kill before it gets its name, servers

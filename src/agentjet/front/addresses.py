@@ -1,7 +1,6 @@
 """Requests at a wrong address: below the path of a front, or at a base URL without `/v1`.
 
-The server and its fronts share these refusals. They are apart from `front.http`, which has the parts that every request
-passes.
+The server and its fronts share these refusals.
 """
 
 from __future__ import annotations
