@@ -15,7 +15,8 @@ time, and publishes. Admission is that of `swarm.mixture.places`: groups wait fo
 alternately (`bench.front`): `front_call_ratio` is this checkout's cost of a call divided by the other's.
 
 `--fronts N` measures a server with fronts beside one that answers calls itself, in turn: CPU of the server and of the
-fronts for a call, calls a CPU second of all processes in relation to the other (`scaling_efficiency`), the calls and
+fronts for a call, calls a CPU second of all processes in relation to the other (`scaling_efficiency`) and to as many
+servers without fronts at the same time (`beside_apart`: what fronts cost besides the crowd on the cores), the calls and
 tokens a second at which the server has used 85 % of a core, and the fronts that answer them. It fits `cases/costs.json`
 to these figures, and writes it with `--save`.
 
@@ -794,8 +795,9 @@ def measure_fronts(fronts: int, times: int, costs_path: Path, *, save: bool) -> 
     alone = statistics.median(sum(one["alone"].values()) for one in rounds)
     calls = 1e3 * SATURATED / server
     figures: dict[str, Any] = {"server_call_ms": server, "front_call_ms": of_front, "alone_call_ms": alone}
-    efficiency = statistics.median(sum(one["alone"].values()) / sum(one["fronts"].values()) for one in rounds)
-    figures |= {"scaling_efficiency": efficiency, "run_calls_s": calls, "run_tokens_s": calls * AGENTS.completion.mean}
+    for key, than in (("scaling_efficiency", "alone"), ("beside_apart", "apart")):
+        figures[key] = statistics.median(sum(one[than].values()) / sum(one["fronts"].values()) for one in rounds)
+    figures |= {"run_calls_s": calls, "run_tokens_s": calls * AGENTS.completion.mean}
     figures = rounded(figures) | {"fronts": math.ceil(calls * of_front / 1e3 / SATURATED)}
     costs = json.loads(costs_path.read_text()) | rounded(fitted(found["costs"], server, of_front, alone))
     if save:

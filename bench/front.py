@@ -10,8 +10,8 @@ but are as long as real ones. CPU seconds of the gateway's process are the figur
 CPU time that passes without calls is subtracted. The gateway can be that of another checkout, whose `src` is then first
 on the path of both processes; this file is always that of this checkout.
 
-`compare` plays the workload in turn on a server whose fronts answer the calls and on one that answers them itself. Each
-front has as many replicas and episodes as that one. It prints CPU seconds of each kind of process.
+`compare` plays the workload in turn on a server whose fronts answer the calls, on one that answers them itself, and on
+as many of these at once. Each front has as many replicas and episodes as one of them.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import json
 import os
 import queue
 import random
+import statistics
 import struct
 import subprocess
 import sys
@@ -447,19 +448,28 @@ def measure(checkout: Path = ROOT) -> dict[str, float]:
 
 
 def compare(fronts: int, times: int) -> dict[str, Any]:
-    """Returns `rounds` of milliseconds of a call by kind of process, with fronts (`fronts`) and without (`alone`), and
-    the `costs` of `capacity.Costs` in seconds that do not follow from them.
+    """Returns `rounds` of milliseconds of a call by kind of process: with fronts (`fronts`), without (`alone`), and in
+    as many servers without fronts at the same time (`apart`), which need more CPU than one because they share cores.
+    Returns also the `costs` of `capacity.Costs` in seconds that do not follow from them.
     """
-    with served() as alone, served(fronts) as many:
-        found: dict[str, Any] = ask_process("bench.front", "compare", json.dumps([alone, many, fronts, times]))
+    with ExitStack() as stack:
+        apart = [stack.enter_context(served()) for _ in range(fronts)]
+        many = stack.enter_context(served(fronts))
+        found: dict[str, Any] = ask_process("bench.front", "compare", json.dumps([apart, many, times]))
     return found
 
 
-async def play_in_turn(alone: Mapping[str, Any], many: Mapping[str, Any], fronts: int, times: int) -> dict[str, Any]:
-    one, other = Agents(**alone), Agents(**many)
-    await one.warm_up()
+async def play_in_turn(apart: Sequence[Mapping[str, Any]], many: Mapping[str, Any], times: int) -> dict[str, Any]:
+    servers, other, fronts = [Agents(**each) for each in apart], Agents(**many), len(apart)
+    one = servers[0]
+    for server in servers:
+        await server.warm_up()
     await other.warm_up(fronts)
-    rounds = [{"alone": await one.reference(), "fronts": await other.reference(fronts)} for _ in range(times)]
+    rounds = []
+    for _ in range(times):
+        alone, together = await one.reference(), await asyncio.gather(*(each.reference() for each in servers))
+        shared = statistics.fmean(each["server"] for each in together)
+        rounds.append({"alone": alone, "apart": {"server": shared}, "fronts": await other.reference(fronts)})
     in_fronts = await other.of_episode(fronts)
     costs = {"episode": (await one.of_episode())["server"], **await one.of_tokens(), **await one.of_prompts()}
     costs |= {"front_episode": in_fronts["front"], "server_episode": in_fronts["server"]}
