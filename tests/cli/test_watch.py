@@ -312,16 +312,18 @@ def test_many_clients_are_one_line() -> None:
 def test_fronts_have_a_line_each() -> None:
     fronts = [
         FrontView(front=0, ready=True, calls=12, load=0.434, lag=0.0123, starts=1),
-        FrontView(front=1, ready=False, calls=0, load=0.0, lag=0.0, starts=2),
+        FrontView(front=1, ready=False, calls=0, load=0.0, lag=0.0, starts=2, problem="starts"),
         FrontView(front=2, ready=True, calls=0, load=0.0, lag=0.0, starts=3),
-        FrontView(front=3, ready=True, calls=5, load=0.9, lag=12.3, starts=1),
+        FrontView(front=3, ready=True, calls=5, load=0.9, lag=0.1, starts=1, problem="silent for 12 s"),
+        FrontView(front=4, ready=True, calls=5, load=0.9, lag=12.3, starts=1),
     ]
     lines = ["0: 12 calls, 43% of a core, lag 0.012 s", "1: starts, 1 restart"]
     lines += ["2: 0 calls, 0% of a core, lag 0 s, 2 restarts", "3: silent for 12 s"]
+    lines += ["4: 5 calls, 90% of a core, lag 12 s"]
     status = seen(fronts=fronts)
     shown = status_lines(status)
     place = shown.index(("fronts", lines[0]))
-    assert [line for _, line in shown[place : place + 4]] == lines and "fronts" not in dict(status_lines(seen()))
+    assert [line for _, line in shown[place : place + 5]] == lines and "fronts" not in dict(status_lines(seen()))
     assert f"fronts     {lines[0]}" in drawn(snapshot(status=status))
 
 

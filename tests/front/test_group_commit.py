@@ -6,7 +6,8 @@
    wait form the next group, and repeated requests wait, too.
 4. If the disk refuses the commit, or one write fails the group, all waiters get `Later` and nothing happened, in
    memory either.
-5. An answer whose agent leaves before the changes are on disk was not delivered.
+5. An answer whose agent leaves before the changes are on disk was not delivered. If the disk refuses that fact, or an
+   end that has it, the next end records it. An answer that is taken after a refused end is delivered.
 6. If the disk fails a sync, no waiter succeeds and nothing more is recorded. A new server continues.
 7. The same holds if a commit fails with any other error: no waiter hangs or succeeds.
 8. The members of a large batch are recorded in slices, with other requests between them, by one commit. If one slice
@@ -26,15 +27,20 @@ from collections.abc import Iterator
 from contextlib import AsyncExitStack, closing, suppress
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from agentjet.errors import Conflict, Later, Unavailable
+from agentjet.front.calls import CallRequest
 from agentjet.front.concurrency import GroupCommit
 from agentjet.protocol import BeginRequest, CloseGroupsRequest, FinishRequest, GroupName, status_of
+from agentjet.server.fronts import FrontedCalls
 from agentjet.swarm import EpisodeRecord, Group, Journal
 from agentjet.timeline.tree import ConversationTree
+from agentjet.types import Conversation, Message
 from tests.fakes import RUN, Running, recent_episodes, running
+from tests.fronts_in_process import FrontInProcess
 from tests.swarm.world import World, refused_commits
 
 pytestmark = pytest.mark.anyio
@@ -172,6 +178,38 @@ async def test_an_agent_that_leaves_while_the_disk_is_waited_for_heard_nothing(t
         disk.lets.release(100)
         [call] = run.gateway.swarm.tree(episode.id, "").calls
         assert run.gateway.swarm.queries.journal.orphans(episode.id) == {call.id: "undelivered"}
+
+
+@pytest.mark.parametrize("make_fronts", [None, FrontInProcess])
+@pytest.mark.parametrize("agent", ["leaves before", "leaves meanwhile", "leaves afterwards", "stays"])
+async def test_an_end_that_the_disk_refuses_forgets_no_lost_answer(
+    tmp_path: Path, agent: str, make_fronts: type[FrontInProcess] | None
+) -> None:
+    async with running(tmp_path / "d", make_fronts=make_fronts) as run:
+        calls = run.gateway.calls
+        if isinstance(calls, FrontedCalls):
+            calls = cast(FrontInProcess, calls.fronts).calls()
+        begun = await run.gateway.begin(BeginRequest(task_id="t"))
+        chunks = calls.answer(begun.id, "", CallRequest(Conversation((Message("user", "hello"),))))
+        call = (await anext(chunks)).call
+        assert call is not None
+        with refused_commits(calls.swarm.journal):
+            with calls.commits._held():
+                if agent == "leaves before":
+                    await chunks.aclose()
+                ending = asyncio.create_task(run.gateway.finish(begun.id, FinishRequest(reward=1.0)))
+                await run.until(lambda: calls.swarm.file.has_uncommitted)
+                if agent == "leaves meanwhile":
+                    await chunks.aclose()
+            with pytest.raises(Later, match="free some space"):
+                await ending
+        if agent == "leaves afterwards":
+            await chunks.aclose()
+        if agent == "stays":
+            assert await anext(chunks, None) is None
+        await run.gateway.finish(begun.id, FinishRequest(reward=1.0))
+        orphaned = {} if agent == "stays" else {call.id: "undelivered"}
+        assert run.gateway.queries.journal.orphans(begun.id) == orphaned
 
 
 async def test_a_disk_that_fails_a_sync_is_not_trusted_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -21,12 +22,15 @@ from starlette.types import Receive, Scope, Send
 from agentjet.client.connection import Connection, Retry, load_settings
 from agentjet.compute.remote import RemoteSamplers
 from agentjet.config import ServeConfig
-from agentjet.errors import Later, NotFound
+from agentjet.errors import Conflict, Later, NotFound
 from agentjet.front.addresses import FrontPath
+from agentjet.front.calls import CallRequest
+from agentjet.front.http import HttpServer
 from agentjet.front.keys import Keys
 from agentjet.front.tracing import Tracing
 from agentjet.fronts.process import (
     PART_BYTES,
+    SOCKET,
     Front,
     FrontPolicies,
     FrontRun,
@@ -35,9 +39,10 @@ from agentjet.fronts.process import (
     ask_for_batch,
 )
 from agentjet.processes.rpc import Link
+from agentjet.protocol import AbortRequest
 from agentjet.swarm import EpisodeRecord, Journal
 from agentjet.swarm.journal_file import JournalFile, segment_of
-from agentjet.types import DEFAULT_RUN, JOURNAL
+from agentjet.types import DEFAULT_RUN, JOURNAL, Conversation, Message
 from tests.front.test_segment import Run
 from tests.swarm.world import refused_commits
 
@@ -91,6 +96,31 @@ async def test_a_front_says_where_the_server_is(tmp_path: Path, path: str) -> No
     with pytest.raises(NotFound, match=r"This is front 0, .* to the server, at port 8400"):
         await connection.request("GET", "/status")
     await connection.close()
+    await front._close(DEFAULT_RUN)
+
+
+@pytest.mark.parametrize("error", [None, OSError("no sockets are left")])
+async def test_a_front_whose_http_server_ends_or_fails_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception | None
+) -> None:
+    async def serve(_: HttpServer, sockets: list[socket.socket]) -> None:
+        sockets[0].close()
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(HttpServer, "serve", serve)
+    monkeypatch.setattr("agentjet.fronts.process.tune_python", lambda: None)
+    monkeypatch.setenv(SOCKET, str(socket.create_server(("127.0.0.1", 0)).detach()))
+    config = ServeConfig.model_validate({"server": {"data_dir": str(tmp_path)}})
+    Journal.open(tmp_path / "runs" / DEFAULT_RUN / JOURNAL).close()
+    exits: list[int] = []
+    front: Any = Front(cast(Link, SimpleNamespace(name="front-0", exit=exits.append)))
+    await front._begin(FrontSettings(0, ADDRESSES, config, 0.0))
+    await front._open(DEFAULT_RUN, config, state(is_open=True))
+    others = set(front._tasks)
+    await front._listen()
+    await asyncio.wait(front._tasks - others)
+    assert exits == [1] and f"the front ends: {error or 'the HTTP server ended'}" in caplog.text
     await front._close(DEFAULT_RUN)
 
 
@@ -183,6 +213,20 @@ async def test_an_end_that_the_disk_refuses_leaves_the_episode_live(world: Run) 
     world.speak(run.segment, episode)
     counts = await run.finish(episode.id)
     assert counts is not None and counts.num_calls == 2
+    await run.close()
+
+
+async def test_calls_of_an_episode_that_has_ended_end_also_if_the_disk_refuses_their_record(world: Run) -> None:
+    episode = world.begin("", mode="eval")
+    run = serving(world, episode)
+    with run.calls._track(episode, "", CallRequest(Conversation((Message("user", "hello"),)))) as call:
+        world.speak(run.segment, episode)
+        world.swarm.abort(episode.id, AbortRequest(reason="crash"))
+        with refused_commits(run.segment.journal), pytest.raises(Later):
+            await run.finish(episode.id)
+        assert isinstance(call.outbox.get_nowait(), Conflict) and not run.calls.active
+    with pytest.raises(Conflict, match="aborted"):
+        run.segment.heartbeat(episode.id)
     await run.close()
 
 

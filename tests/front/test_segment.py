@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from agentjet import database
-from agentjet.errors import ConfigError, Conflict, Forbidden, NotFound
+from agentjet.errors import ConfigError, Conflict, Forbidden, Later, NotFound
 from agentjet.front.segment import Segment, front_of
 from agentjet.protocol import AbortRequest, FinishRequest
 from agentjet.swarm import EpisodeRecord, Journal
 from agentjet.swarm.journal_file import JournalFile, create_segment, segment_of, segments_of
 from agentjet.swarm.state import CallCounts
 from agentjet.types import Call
-from tests.swarm.world import World
+from tests.swarm.world import World, refused_commits
 
 FRONTS = 3
 
@@ -287,6 +287,19 @@ def test_a_refused_write_is_undone(run: Run) -> None:
     assert front.episode(episode.id).num_calls == 1
     run.speak(front, episode)
     assert front.episode(episode.id).num_calls == 2
+
+
+def test_counts_that_were_reported_before_the_disk_refused_them_are_corrected(run: Run) -> None:
+    episode = run.begin("", mode="eval")
+    front = run.front(episode)
+    front.defer_commits(lambda: None)
+    run.speak(front, episode)
+    front.commit()
+    run.speak(front, episode)
+    assert front.report().counts[episode.id].num_calls == 2
+    with refused_commits(front.journal), pytest.raises(Later):
+        front.commit()
+    assert front.report().counts[episode.id].num_calls == 1
 
 
 def test_calls_that_nothing_needs_are_deleted_in_every_file(run: Run) -> None:

@@ -178,14 +178,14 @@ def test_fronts_are_counts_of_the_run(tab: Tab, site: Site) -> None:
     front = {"front": 0, "ready": True, "calls": 12, "load": 0.434, "lag": 0.0123, "starts": 2}
     fronts = [
         front,
-        {**front, "front": 1, "ready": False, "starts": 1},
-        {**front, "front": 2, "lag": 12.3, "starts": 1},
+        {**front, "front": 1, "ready": False, "starts": 1, "problem": "starts"},
+        {**front, "front": 2, "starts": 1, "problem": "silent for 12 s"},
     ]
     status = {**site.get("/status"), "fronts": fronts}
     page = overview(tab, status=status)
     facts = page.locator(".counts-line")
     expect(facts).to_contain_text("front 0: 12 calls, 43.4 % of a core, lag 0.0123 s, 1 restart")
-    expect(facts).to_contain_text("front 1 starts")
-    expect(facts).to_contain_text("front 2 is silent for 12 s")
+    expect(facts).to_contain_text("front 1: starts")
+    expect(facts).to_contain_text("front 2: silent for 12 s")
     assert wrong_facts(page, lambda route: status if route == "/status" else site.get(route))[1] == []
     assert unexpected_elements(page) == []

@@ -11,7 +11,7 @@ import pytest
 
 from agentjet.errors import Later
 from agentjet.swarm import Journal, journal_file
-from agentjet.swarm.journal_file import CHECKPOINT_EVERY
+from agentjet.swarm.journal_file import CHECKPOINT_EVERY, segment_of
 
 
 def write(journal: Journal, size: int = 4000) -> None:
@@ -36,12 +36,18 @@ def test_the_log_is_moved_under_a_writer(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_busy", [False, True])
 def test_the_log_begins_anew_and_no_commit_copies_more_than_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_busy: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_busy: bool
 ) -> None:
-    """`is_busy`: changes come while the thread waits for the disk, so that the thread alone can never restart it."""
+    """`is_busy`: changes come while the thread waits for the disk, so that the thread alone can never restart it.
+
+    The file of another process is attached, as with fronts. Its log is not the affair of this one.
+    """
     monkeypatch.setattr(journal_file, "LONGEST_LOG", 200)
     monkeypatch.setattr(journal_file, "CHECKPOINT_EVERY", 16)
     journal = Journal.open(tmp_path / "journal.sqlite")
+    other = Journal.open(segment_of(journal.path, 0))
+    write(other)
+    journal.file.attach([other.path], live=True)
     journal.file.defer_commits()
     copy_log, pages, own = journal_file._copy_log, [0], []
 
@@ -64,7 +70,9 @@ def test_the_log_begins_anew_and_no_commit_copies_more_than_itself(
     journal.file.commit()
     assert len(journal.events(0, 2000)) == 800 * (1 + is_busy)
     assert journal.file.db.execute("PRAGMA wal_autocheckpoint").fetchone() == (0,)
+    assert not caplog.records
     journal.close()
+    other.close()
 
 
 def test_a_disk_without_room_for_the_move_fails_nobody(

@@ -166,6 +166,8 @@ class EpisodeCalls:
 
     open: list[ActiveCall] = field(default_factory=list)
     """Calls whose answers are not delivered yet."""
+    undelivered: list[str] = field(default_factory=list)
+    """Recorded calls whose answers were lost. The end of the episode marks them again: the disk may have refused it."""
     next_ordinal: int = 0
     """Ordinals only grow, because two calls with one ordinal would share a seed."""
     unanswered: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -267,8 +269,9 @@ class Calls:
             await self.commits.durable()
 
     def undelivered(self, episode_id: str) -> list[str]:
-        """Returns the recorded calls of an episode that are still on their way to its agent."""
-        return [call_id for call in self.of(episode_id).open for call_id in call.recorded]
+        """Returns the recorded calls of an episode that did not reach its agent, or are still on their way."""
+        calls = self.of(episode_id)
+        return [*calls.undelivered, *(call_id for call in calls.open for call_id in call.recorded)]
 
     def episode_ended(self, episode_id: str) -> None:
         """Ends the episode's answers: they will not be trained."""
@@ -335,12 +338,12 @@ class Calls:
         calls = self._episodes.get(call.episode.id)
         if calls is None:
             return
-        tree = self.swarm.tree(call.episode.id, call.role)  # Calls whose commit failed are not in the tree.
-        if known := [call_id for call_id in call.recorded if tree.knows(call_id)]:
-            with suppress(Later):
-                self.swarm.undelivered(call.episode.id, known)
+        if call.recorded:
+            calls.undelivered += call.recorded
+            with suppress(RequestError):  # The episode may be ending, and its end may fail.
+                self.swarm.undelivered(call.episode.id, call.recorded)
         # The loss of a retry adds none: the next retry repeats the same calls.
-        if missing := min(call.num_unanswered, call.request.num_answers - len(known)):
+        if missing := min(call.num_unanswered, call.request.num_answers - len(call.recorded)):
             calls.unanswered[call.role, call.request.fingerprint] += missing
 
     def _apply_rules(self, role: str, request: CallRequest) -> tuple[str, CallRequest]:
@@ -625,6 +628,7 @@ class ActiveChoice:
             routes = await offload(sum(map(len, parser.routes)), joined, parser.routes, num_computed, self._num_experts)
         calls.swarm.record_call(record, prompt.pieces, pieces, body, routes)
         call.recorded.append(record.id)
+        calls.swarm.restores.append(lambda: call.recorded.remove(record.id))
         await calls.commits.durable()
         calls.tracing.annotate(
             call_id=record.id,

@@ -113,17 +113,17 @@ class FrontRun:
     async def finish(self, episode_id: str) -> CallCounts | None:
         """Ends an episode here. Returns its counts when its calls are on disk; None for one that had ended.
 
-        Raises `Later` if the disk refuses the calls. Then the episode goes on.
+        Raises `Later` if the disk refuses the calls. Then a live episode goes on.
         """
-        if lost := self.calls.undelivered(episode_id):
-            self.segment.undelivered(episode_id, lost)
-        counts = self.segment.finish(episode_id)
-        self.calls.episode_ended(episode_id)
+        counts = self.segment.finish(episode_id, self.calls.undelivered(episode_id))
         try:
             await self.commits.durable()
         except Later:
             self.segment.resume(episode_id)
+            if self.segment.episode(episode_id).status != "live":  # The server ended it before.
+                self.calls.episode_ended(episode_id)
             raise
+        self.calls.episode_ended(episode_id)
         return counts
 
     def report(self) -> RunReport:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -147,7 +147,12 @@ class Segment(Conversations):
 
     def put_calls(self, episode: EpisodeRecord) -> None:
         before = self.episodes[episode.id]
-        self.restores.append(lambda: self.episodes.__setitem__(episode.id, before))
+
+        def restore() -> None:
+            self.episodes[episode.id] = before
+            self._counted.add(episode.id)  # The server may have got the counts before the commit failed.
+
+        self.restores.append(restore)
         self.episodes[episode.id] = episode
         self.journal.put_episode(episode)
         self._heard[episode.id] = True
@@ -160,13 +165,18 @@ class Segment(Conversations):
 
     # ---- messages of the server -------------------------------------------------------------------------------------
 
-    def finish(self, episode_id: str) -> CallCounts | None:
-        """End an episode here: nothing is recorded from here on. Returns its counts; None for one that had ended."""
+    def finish(self, episode_id: str, undelivered: Sequence[str] = ()) -> CallCounts | None:
+        """End an episode here: nothing is recorded from here on. Returns its counts; None for one that had ended.
+
+        `undelivered` are its calls whose answers did not reach their agent.
+        """
         if episode_id in self._finishing:
             return self.journal.newest_counts(episode_id)
         episode = self.episode(episode_id)
         if episode.status != "live":
             return None
+        if undelivered:
+            self.undelivered(episode_id, undelivered)
         while len(self._finishing) >= FINISHING_KEPT:
             del self._finishing[next(iter(self._finishing))]
         self._finishing[episode_id] = None
@@ -178,8 +188,9 @@ class Segment(Conversations):
         return CallCounts.of(episode)
 
     def resume(self, episode_id: str) -> None:
-        """Undo `finish`: the server refused the end."""
+        """Undo `finish`: the server or the disk refused the end."""
         self._finishing.pop(episode_id, None)
+        self.episodes.pop(episode_id, None)  # An undone call put it back as live, but the server may have ended it.
 
     def prune(self, rows: Slice) -> None:
         with self.transaction():

@@ -152,8 +152,12 @@ class Front:
     async def _listen(self) -> None:
         """Serves the agents. The default run is open."""
         http = HttpServer(uvicorn_config(self._app(), self.settings.config.server))
-        self._start(http.serve(sockets=[socket.socket(fileno=int(os.environ[SOCKET]))]))
+        self._start(self._serve(http))
         tune_python()
+
+    async def _serve(self, http: HttpServer) -> None:
+        await http.serve(sockets=[socket.socket(fileno=int(os.environ[SOCKET]))])
+        raise RuntimeError("the HTTP server ended")
 
     def _app(self) -> Starlette:
         server = self.settings.config.server
@@ -176,7 +180,14 @@ class Front:
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """Ends the process if a task failed, because it is useless then. The server replaces it."""
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.critical("the front ends: %s", error, exc_info=error)
+            self._link.exit(1)
 
     async def _open(self, run: str, config: ServeConfig, state: RunState) -> None:
         """Opens the file of a run, or applies another state."""

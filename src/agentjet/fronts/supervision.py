@@ -33,6 +33,8 @@ REPORT_SECONDS = 0.5
 """Seconds between two reports of a front."""
 START_SECONDS = 60.0
 """Time for a front to connect, and to answer each message before it serves agents. Its imports take 2 s of CPU time."""
+SILENT_SECONDS = 2.0
+"""Time without a report from which a front is called silent."""
 HUNG_SECONDS = 20.0
 """A front that does not report for so long is killed and replaced.
 
@@ -72,8 +74,12 @@ class FrontHandle:
         return max(self.lag, overdue) if self.ready.is_set() else 0.0
 
     @property
-    def is_silent(self) -> bool:
-        return not self.ready.is_set() or time.monotonic() - self.reported > 4 * REPORT_SECONDS
+    def problem(self) -> str:
+        """The reason why it answers no calls now, in words; empty if it answers."""
+        if not self.ready.is_set():
+            return "starts"
+        seconds = time.monotonic() - self.reported
+        return f"silent for {seconds:.0f} s" if seconds >= SILENT_SECONDS else ""
 
 
 class FrontProcesses:
@@ -137,6 +143,7 @@ class FrontProcesses:
                 load=one.load,
                 lag=one.present_lag,
                 starts=one.starts,
+                problem=one.problem,
             )
             for one in self._handles
         ]
@@ -175,7 +182,7 @@ class FrontProcesses:
         """Raises `WorkerDied` if `MAX_BATCH_DEATHS` fronts end during it: it may need more memory than there is."""
         dead: set[Peer] = set()
         while True:
-            handle = min(self._handles, key=lambda one: (one.is_silent, one.load))
+            handle = min(self._handles, key=lambda one: (bool(one.problem), one.load))
             await handle.ready.wait()
             if (peer := handle.peer) is not None:
                 try:
@@ -295,9 +302,9 @@ class FrontProcesses:
         return f"{'https' if self._config.server.tls_cert else 'http'}://{f'[{host}]' if ':' in host else host}"
 
     async def _keep_leases(self) -> None:
-        """Renews the leases of episodes whose front is silent: their agents may be active."""
+        """Renews the leases of episodes whose front answers no calls: their agents may be active."""
         while True:
             await asyncio.sleep(REPORT_SECONDS)
-            silent = {handle.index for handle in self._handles if handle.is_silent}
+            silent = {handle.index for handle in self._handles if handle.problem}
             for run in self.runs.values() if silent else ():
                 run.renew_leases(silent)

@@ -452,10 +452,6 @@ class LoopView(Response):
     """The function of AgentJet that ran then; empty for a short time."""
 
 
-FRONT_SILENT_SECONDS = 2.0
-"""Lag from which a front is called silent. It reports twice a second."""
-
-
 class FrontView(Response):
     """A process that answers model calls."""
 
@@ -471,13 +467,8 @@ class FrontView(Response):
     """Longest time in seconds that its event loop was late in the last half second, or that its report is overdue."""
     starts: int
     """Processes started so far: 1, and 1 for each that died or hung."""
-
-    @property
-    def problem(self) -> str:
-        """The reason why it answers no calls now, in words; empty if it answers. Its other figures are old then."""
-        if not self.ready:
-            return "starts"
-        return f"silent for {self.lag:.0f} s" if self.lag >= FRONT_SILENT_SECONDS else ""
+    problem: str = ""
+    """The reason why it answers no calls now, in words; empty if it answers. Its other figures are old then."""
 
 
 class StatusResponse(Response):

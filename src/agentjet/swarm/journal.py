@@ -599,7 +599,8 @@ class Journal:
 
     def add_undelivered(self, call_ids: Iterable[str]) -> None:
         self.file.db.executemany(
-            "UPDATE main.calls SET undelivered = TRUE WHERE id = ?", [(call_id,) for call_id in call_ids]
+            "UPDATE main.calls SET undelivered = TRUE WHERE id = ? AND NOT undelivered",
+            [(call_id,) for call_id in call_ids],
         )
 
     def orphans(self, episode_id: str) -> dict[str, OrphanReason]:

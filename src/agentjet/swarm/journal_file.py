@@ -4,8 +4,9 @@ One process opens the file, and one transaction runs at a time.
 
 A transaction is on disk when it ends or, after `defer_commits`, once the `commit` and `sync` after it have returned.
 `sync` waits for the write-ahead log, and now and then checkpoints it into the database file. It may run in another
-thread. After a failed `fdatasync` nothing is written any more: the kernel may have dropped the pages, and a second call
-would succeed without writing them.
+thread. So the log stays near `LONGEST_LOG` pages in a long run, also that of a front's file, which its front
+checkpoints. After a failed `fdatasync` nothing is written any more: the kernel may have dropped the pages, and a second
+call would succeed without writing them.
 
 Each front writes calls into its own file, `calls/front-N.sqlite` beside the journal, with the same tables. A journal
 reads them, too: `calls` is then a view of all files, and `main.calls` the journal's own table. The journal records the
@@ -479,7 +480,8 @@ def _is_of_disk(error: BaseException) -> TypeGuard[sqlite3.DatabaseError]:
 
 def _copy_log(connection: sqlite3.Connection) -> tuple[int, bool]:
     """Copies the log as far as no reader needs it. Returns its pages, and True if all of them were copied."""
-    is_busy, length, copied = connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
+    # Without `main`, it would copy the logs of attached files, too, which only their own processes may write.
+    is_busy, length, copied = connection.execute("PRAGMA main.wal_checkpoint(PASSIVE)").fetchone()
     return length, not is_busy and length == copied
 
 

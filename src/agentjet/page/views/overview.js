@@ -168,13 +168,10 @@ function Machine() {
     ${machine.gpus.map((gpu, i) => html`<span title=${gpu.name}>GPU ${i} ${percent(gpu.load)}, ${gigabytes(gpu.memory_used)} of ${gigabytes(gpu.memory_total)}</span>`)}`;
 }
 
-const FRONT_SILENT_SECONDS = 2; // As in the protocol. The other figures are old then.
-
 // The processes that answer model calls, if the server does not.
 function Front({ front: one, path }) {
   const restarts = one.starts > 1 && `, ${plural(one.starts - 1, "restart")}`;
-  if (!one.ready) return html`<span>front ${one.front} starts${restarts}</span>`;
-  if (one.lag >= FRONT_SILENT_SECONDS) return html`<span class="bad">front ${one.front} is silent for ${duration(one.lag)}${restarts}</span>`;
+  if (one.problem) return html`<span class=${one.ready && "bad"}>front ${one.front}: ${one.problem}${restarts}</span>`;
   return html`<span>front ${one.front}: <${Fact} path=${`${path}.calls`} value=${one.calls} /> calls, ${percent(one.load)} of a core, lag ${number(one.lag)} s${restarts}</span>`;
 }
 
