@@ -23,7 +23,7 @@ import socket
 import ssl
 import sys
 import termios
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -43,7 +43,8 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, HTTPConnection
 from starlette.responses import JSONResponse, Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.routing import Match
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from agentjet import __version__
@@ -55,6 +56,7 @@ from agentjet.errors import (
     Forbidden,
     InvalidRequest,
     Later,
+    MethodNotAllowed,
     RequestError,
     ServerFailed,
     StorageFailed,
@@ -80,6 +82,9 @@ RUN = "agentjet.run"
 RUN_PATH = re.compile(r"/runs/([^/]*)")
 KEY_PATH = re.compile(r"/k/([^/]+)")
 INFERENCE_PATH = re.compile(r"^(/k/[^/]+)?((?:/inference)?/v1/.*)", re.DOTALL)
+BASE_PATH = re.compile(r"(/k/[^/]+)?/?")
+METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
+"""The methods that routes see: a HEAD request is answered as a GET request."""
 
 
 # ---- connections -----------------------------------------------------------------------------------------------------
@@ -460,7 +465,7 @@ class RunMiddleware:
     `Host`. Starlette's `TrustedHostMiddleware` is not used: it answers in plain text and accepts a repeated `Host`.
 
     `/runs/NAME` becomes the root path, so routes match the rest and `request.base_url` is that of the run. Requests
-    that arrive together take turns.
+    that arrive together take turns. HEAD becomes GET for the routes, and its answer is sent without the body.
     """
 
     def __init__(
@@ -477,6 +482,12 @@ class RunMiddleware:
             await self._turns.turn()
             try:
                 self._check_host(Headers(scope=scope).getlist("host"))
+                if scope["method"] == "HEAD":
+                    # Agents check their base URL with HEAD and without a key. No answer to it depends on the run.
+                    if BASE_PATH.fullmatch(route_path(scope)):
+                        await Response()(scope, receive, send)
+                        return
+                    scope, send = {**scope, "method": "GET"}, without_body(send)
                 if named := RUN_PATH.match(scope["path"]):
                     scope = self._enter({**scope, "root_path": named[0]}, named[1])
             except RequestError as error:
@@ -498,11 +509,22 @@ class RunMiddleware:
         root = scope["root_path"]
         if not (RUN_NAME.fullmatch(name) and (scope["raw_path"] + b"/").startswith(f"{root}/".encode())):
             name = root
-        # Agents check their base URL with HEAD and without a key. No answer to it depends on the run.
-        if scope["method"] != "HEAD":
-            scope[RUN] = self._enter_run(name, HTTPConnection(scope))
-            present_run.set(name)
+        scope[RUN] = self._enter_run(name, HTTPConnection(scope))
+        present_run.set(name)
         return scope
+
+
+def without_body(send: Send) -> Send:
+    """Returns `send` for a HEAD request: the first piece of the body ends the answer, so that a stream ends, too."""
+    is_complete = False
+
+    async def send_head(message: Message) -> None:
+        nonlocal is_complete
+        if not is_complete:
+            is_complete = message["type"] == "http.response.body"
+            await send({**message, "body": b"", "more_body": False} if is_complete else message)
+
+    return send_head
 
 
 def _host(given: str) -> str:
@@ -737,7 +759,7 @@ PROBLEMS: dict[int | str, dict[str, Any]] = {
 async def respond_to_error(request: Request, error: Exception) -> Response:
     """Returns the response to an exception of a route, and counts it on the episode of the request."""
     path = route_path(request.scope)  # `request.url.path` has no line breaks, so `/k/%0D/v1/` would not match.
-    headers: Mapping[str, str] = {}
+    shown_path = re.sub(r"^/k/[^/]+", "/k/…", path)
     match error:
         case ClientGone():
             return Response(status_code=499)
@@ -746,23 +768,35 @@ async def respond_to_error(request: Request, error: Exception) -> Response:
         case RequestValidationError():
             kind = InvalidRequest if INFERENCE_PATH.match(path) else Unprocessable
             refused = describe_validation(error, kind, _known_names(request))
+        case HTTPException(status_code=HTTPStatus.METHOD_NOT_ALLOWED):
+            refused = method_not_allowed(shown_path, allowed_methods(request))
         case HTTPException():
-            code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "invalid_request")
-            shown_path = re.sub(r"^/k/[^/]+", "/k/…", path)
+            code = "not_found" if error.status_code == HTTPStatus.NOT_FOUND else "invalid_request"
             refused = refusal_of(error.status_code)(f"{request.method} {shown_path}: {error.detail}", code=code)
-            headers = error.headers or {}
         case CheckpointError():
             refused = StorageFailed(str(error), code="checkpoint_failed")
         case _:
             refused = internal_error()
     await count_refusal(request, refused)
-    response = error_response(path, refused)
-    response.headers.update(headers)
-    return response
+    return error_response(path, refused)
 
 
 HANDLED = (ClientGone, RequestError, RequestValidationError, HTTPException, CheckpointError, Exception)
 """The exceptions for which an application calls `respond_to_error`."""
+
+
+def allowed_methods(request: Request) -> list[str]:
+    """Returns the methods that a path takes, of all its routes. The framework knows those of its first route."""
+
+    def is_taken(method: str) -> bool:
+        scope = {**request.scope, "method": method}
+        return any(route.matches(scope)[0] is Match.FULL for route in request.app.routes)
+
+    return [*filter(is_taken, METHODS)]
+
+
+def method_not_allowed(path: str, allowed: Sequence[str]) -> MethodNotAllowed:
+    return MethodNotAllowed(f"{path} takes requests with {' or '.join(allowed)}.", allowed=allowed)
 
 
 def internal_error() -> RequestError:
@@ -775,6 +809,10 @@ def error_response(path: str, error: RequestError) -> Response:
     retry_after = error.retry_after if isinstance(error, Later) else None
     if retry_after is not None:
         headers["Retry-After"] = str(max(1, math.ceil(retry_after)))
+    if isinstance(error, Unauthorized):
+        headers["WWW-Authenticate"] = "Bearer"
+    if isinstance(error, MethodNotAllowed):
+        headers["Allow"] = ", ".join(error.allowed).replace("GET", "GET, HEAD")
     if inference := INFERENCE_PATH.match(path):
         # Without this header, OpenAI's SDKs also repeat requests after a 409 or 500, which cannot help here.
         headers["x-should-retry"] = "true" if retry_after is not None else "false"
