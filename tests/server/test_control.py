@@ -165,6 +165,7 @@ async def test_what_is_not_there(tmp_path: Path) -> None:
             ("/k/a-key/v1/v1/chat/completions", "/v1/chat/completions", "leave /v1 out of the base URL"),
             ("/v1/inference/v1/generate", "/inference/v1/generate", "leave /v1 out of the base URL"),
             ("/v1/chat/completions/", "/v1/chat/completions", "leave out the slash"),
+            ("/v1//responses", "/v1/responses", "leave out the slash"),
         ):
             wrong = await served.http.post(path, json={})
             dialects_own = await served.http.post(f"{right}/nothing", json={})
@@ -184,7 +185,7 @@ async def test_every_path_answers_head_and_names_its_methods(tmp_path: Path) -> 
         patterns = {path: re.sub(r"{\w+}", "[^/]+", path) for path in ways}
         for path in ways:
             asked = re.sub(r"{\w+}", "x", path.replace("{key}", key))
-            methods = set[str]().union(*(ways[one] for one, pattern in patterns.items() if re.fullmatch(pattern, asked)))
+            methods = {way for one, pattern in patterns.items() if re.fullmatch(pattern, asked) for way in ways[one]}
             allowed = ", ".join(way for way in ("GET", "HEAD", *METHODS[1:]) if way.replace("HEAD", "GET") in methods)
             for url in (asked, f"/runs/default{asked}"):
                 for method in set(METHODS) - methods:

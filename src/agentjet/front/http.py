@@ -20,7 +20,6 @@ import math
 import re
 import resource
 import socket
-import ssl
 import sys
 import termios
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
@@ -52,7 +51,6 @@ from agentjet.config import JobConfig, ServerConfig
 from agentjet.config.schema import is_loopback
 from agentjet.errors import (
     CheckpointError,
-    ConfigError,
     Forbidden,
     InvalidRequest,
     Later,
@@ -133,22 +131,8 @@ class RequestLimits:
         return self.header_seconds + self.body_bytes / MIN_BODY_RATE
 
 
-def check_certificate(server: ServerConfig) -> None:
-    """Raises `ConfigError` if the certificate or its key is unreadable, or if they do not belong together."""
-    if not server.tls_cert:
-        return
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    try:
-        # The empty password stops OpenSSL from asking for a passphrase on the terminal.
-        context.load_cert_chain(server.tls_cert, server.tls_key, password=lambda: b"")
-    except (OSError, ValueError) as error:
-        why = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
-        raise ConfigError(
-            f"server.tls_cert = {server.tls_cert!r} and server.tls_key = {server.tls_key!r} cannot be used together "
-            f"({why}): use a certificate chain and its key without a passphrase, both PEM"
-        ) from None
-
-
+UPGRADE = b"\r\nUpgrade: h2c\r\n"
+"""Java's client asks for HTTP/2 in this way. It is not served, and the parser drops the body of a request with it."""
 GRACE_SECONDS = 5
 """Seconds that open connections have to end after the engine has stopped."""
 KEEP_ALIVE_SECONDS = 75
@@ -242,6 +226,8 @@ class LimitedConnection(HttpToolsProtocol):
                 self._refuse_headers()
                 return
             head, data = data[:room], data[room:]
+            if head.find(UPGRADE, 0, 512) > 0:  # Such clients send it before the headers of their callers.
+                head = head.replace(UPGRADE, b"\r\n", 1)
             self._num_bytes += len(head)
             super().data_received(head)
         if data and not self.transport.is_closing():
@@ -292,6 +278,9 @@ class LimitedConnection(HttpToolsProtocol):
         if self.flow.write_paused:
             self.transport.abort()
 
+    def _unsupported_upgrade_warning(self) -> None:
+        """The request is answered. uvicorn would also advise to install a library, which would change nothing."""
+
     def _must_end_within(self, seconds: float | None) -> None:
         """Closes the connection after `seconds` unless called again before. None: cancels the deadline.
 
@@ -326,6 +315,7 @@ def uvicorn_config(app: Starlette, server: ServerConfig) -> uvicorn.Config:
         app,
         http=partial(LimitedConnection, limits=app.state.default.limits),  # type: ignore[arg-type]
         log_config=None,
+        ws="none",
         access_log=False,  # Request lines can contain keys.
         lifespan="off",
         server_header=False,
@@ -684,7 +674,8 @@ def parse_body(body: bytes, model: TypeAdapter[Any], limits: RequestLimits) -> A
     except RecursionError:
         raise _too_deep("", limits) from None
     except ValueError as error:
-        raise InvalidRequest(f"The body is not JSON: {error}.", code="invalid_json") from None
+        why = "it is compressed with gzip, so send it as it is" if body.startswith(b"\x1f\x8b") else error
+        raise InvalidRequest(f"The body is not JSON: {why}.", code="invalid_json") from None
     _check_shape(value, limits)
     try:
         return model.validate_python(value)
@@ -848,6 +839,8 @@ def describe_validation(
         near = nearest_name(str(first["loc"][-1]), known)
         hint = f"; did you mean {near!r}?" if near else "."
         return kind(f"{name!r} is not a known key{hint}", code="unknown_parameter", param=name)
+    if first["loc"] == ("body",) and first["type"] == "missing":
+        return kind("The request has no body: send JSON.", code="not_json")
     if isinstance(first.get("input"), bytes):
         return kind(
             "The body was not read as JSON: send the header 'Content-Type: application/json'.",

@@ -141,8 +141,8 @@ async def unknown_route(request: Request) -> Response:
         raise method_not_allowed(path, ["GET"])
     if (once := path.removeprefix("/v1")) in CALL_PATHS:
         return wrong_path(path, once, "leave /v1 out of the base URL, because this client adds it by itself")
-    if (bare := path.rstrip("/")) in CALL_PATHS:
-        return wrong_path(path, bare, "leave out the slash at the end")
+    if (bare := path.replace("//", "/").rstrip("/")) in CALL_PATHS:
+        return wrong_path(path, bare, "leave out the slash that is too many")
     raise NotFound(
         f"{path} is not served here. Available: {', '.join(['/v1/models', *CALL_PATHS])}.", code="unknown_route"
     )
