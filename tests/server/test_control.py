@@ -166,8 +166,9 @@ async def test_what_is_not_there(tmp_path: Path) -> None:
             ("/v1/inference/v1/generate", "/inference/v1/generate", "leave /v1 out of the base URL"),
             ("/v1/chat/completions/", "/v1/chat/completions", "leave out the slash"),
             ("/v1//responses", "/v1/responses", "leave out the slash"),
+            ("//v1/messages", "/v1/messages", "POST //v1/messages: Not Found"),
         ):
-            wrong = await served.http.post(path, json={})
+            wrong = await served.http.post(served.url + path, json={})
             dialects_own = await served.http.post(f"{right}/nothing", json={})
             assert wrong.status_code == 404 and way_out in wrong.json()["error"]["message"]
             assert wrong.json()["error"].keys() == dialects_own.json()["error"].keys(), "the shape of its dialect"

@@ -79,7 +79,8 @@ RUN = "agentjet.run"
 """Key in the scope of a request below `/runs/NAME`: the run, as `RunScope`."""
 RUN_PATH = re.compile(r"/runs/([^/]*)")
 KEY_PATH = re.compile(r"/k/([^/]+)")
-INFERENCE_PATH = re.compile(r"^(/k/[^/]+)?((?:/inference)?/v1/.*)", re.DOTALL)
+INFERENCE_PATH = re.compile(r"^(/k/[^/]+)?/?((?:/inference)?/v1/.*)", re.DOTALL)
+"""With a slash too many, too, as behind a base URL that ends with one: the client reads errors of its dialect only."""
 BASE_PATH = re.compile(r"(/k/[^/]+)?/?")
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 """The methods that routes see: a HEAD request is answered as a GET request."""
@@ -777,7 +778,7 @@ HANDLED = (ClientGone, RequestError, RequestValidationError, HTTPException, Chec
 
 
 def allowed_methods(request: Request) -> list[str]:
-    """Returns the methods that a path takes, of all its routes. The framework knows those of its first route."""
+    """Returns the methods that a path takes, of all its routes. The framework names those of its first route."""
 
     def is_taken(method: str) -> bool:
         scope = {**request.scope, "method": method}
