@@ -112,6 +112,7 @@ async def test_who_may_do_what(tmp_path: Path) -> None:
                 response = await http.request(method, "/swarm/v1" + path, json=body)
             problem = {} if response.is_success else response.json()
             assert problem.get("status", response.status_code) == response.status_code
+            assert response.headers.get("WWW-Authenticate", "") == ("Bearer" if response.status_code == 401 else "")
             return f"{response.status_code} {problem.get('code', '')}".strip()
 
         client = served.http.headers["Authorization"].removeprefix("Bearer ")
