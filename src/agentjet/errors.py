@@ -76,7 +76,13 @@ class Unprocessable(InvalidRequest):
 
 
 class MethodNotAllowed(InvalidRequest):
-    """The path does not take this method."""
+    """The path does not take this method. `allowed` are those it takes, without HEAD."""
+
+    code = "method_not_allowed"
+
+    def __init__(self, message: str, *, allowed: Iterable[str] = (), code: str | None = None) -> None:
+        super().__init__(message, code=code)
+        self.allowed = tuple(allowed)
 
 
 class ContextOverflow(InvalidRequest):

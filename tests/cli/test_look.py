@@ -255,6 +255,8 @@ async def test_a_run_of_another_server(tmp_path: Path) -> None:
             assert compared["settings"] == {"job.optimizer.lr": [3e-5, 2e-5]}
             refused = await http.post(f"/runs/{name}/swarm/v1/checkpoints")
             assert (refused.status_code, "only reads" in refused.json()["detail"]) == (405, True)
+            checked = await http.head(f"/runs/{name}/swarm/v1/status")
+            assert (checked.status_code, checked.content, refused.headers["Allow"]) == (200, b"", "GET, HEAD")
             for path in ("/events", "/%2e%2e/%2e%2e/metrics"):
                 assert (await read(http, f"/runs/{name}/swarm/v1{path}", 404))["code"] == "not_found"
             del http.headers["Authorization"]

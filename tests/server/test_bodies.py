@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import re
 import threading
@@ -274,6 +275,27 @@ async def test_two_hosts_are_none(tmp_path: Path) -> None:
             served, b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nHost: localhost\r\nConnection: close\r\n\r\n"
         )
         assert answer.startswith(b"HTTP/1.1 400 ") and b"host_not_allowed" in answer
+
+
+async def test_what_other_clients_send(tmp_path: Path) -> None:
+    """Java's client asks for HTTP/2 with its first request, others for a WebSocket, compress, or send nothing."""
+    body = b'{"model": "policy", "messages": [{"role": "user", "content": "hello"}]}'
+    packed, chunks = gzip.compress(body), b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
+    async with serving(tmp_path / "d") as served:
+        key = f"Authorization: Bearer {(await served.begin())['api_key']}\r\n".encode()
+        h2c = b"Connection: Upgrade, HTTP2-Settings, close\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAA\r\n"
+        websocket = b"Connection: Upgrade, close\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
+        close = b"Connection: close\r\n"
+        get = b"GET /v1/responses HTTP/1.1\r\nHost: localhost\r\n"
+        for sent, status, text in (
+            (HEAD + h2c + key + b"Content-Length: %d\r\n\r\n" % len(body) + body, 200, b"chat.completion"),
+            (HEAD + h2c + key + b"Transfer-Encoding: chunked\r\n\r\n" + chunks, 200, b"chat.completion"),
+            (get + key + websocket + b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n", 405, b"with POST"),
+            (HEAD + close + key + b"Content-Length: %d\r\n\r\n" % len(packed) + packed, 400, b"compressed with gzip"),
+            (HEAD + close + key + b"\r\n", 400, b"has no body"),
+        ):
+            answer = await exchange(served, sent)
+            assert answer.startswith(b"HTTP/1.1 %d " % status) and text in answer, answer
 
 
 async def test_silent_and_slow_connections_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@
 5. Events stream, and resume after `Last-Event-ID`.
 6. `/openapi.json` declares the errors of every route.
 7. Requests with a foreign `Host` are refused, which prevents DNS rebinding.
+8. HEAD is answered as GET, without the body. 405 has all methods of the path in `Allow`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ import pytest
 
 from agentjet.config import ServerConfig
 from agentjet.errors import CheckpointError
-from agentjet.front.http import allowed_hosts
+from agentjet.front.http import METHODS, allowed_hosts
 from agentjet.server.app import create_app
 from tests.fakes import running
 from tests.server.serving import ADMIN, bearer, serving
@@ -110,6 +112,7 @@ async def test_who_may_do_what(tmp_path: Path) -> None:
                 response = await http.request(method, "/swarm/v1" + path, json=body)
             problem = {} if response.is_success else response.json()
             assert problem.get("status", response.status_code) == response.status_code
+            assert response.headers.get("WWW-Authenticate", "") == ("Bearer" if response.status_code == 401 else "")
             return f"{response.status_code} {problem.get('code', '')}".strip()
 
         client = served.http.headers["Authorization"].removeprefix("Bearer ")
@@ -163,14 +166,42 @@ async def test_what_is_not_there(tmp_path: Path) -> None:
             ("/k/a-key/v1/v1/chat/completions", "/v1/chat/completions", "leave /v1 out of the base URL"),
             ("/v1/inference/v1/generate", "/inference/v1/generate", "leave /v1 out of the base URL"),
             ("/v1/chat/completions/", "/v1/chat/completions", "leave out the slash"),
+            ("/v1//responses", "/v1/responses", "leave out the slash"),
+            ("//v1/messages", "/v1/messages", "POST //v1/messages: Not Found"),
         ):
-            wrong = await served.http.post(path, json={})
+            wrong = await served.http.post(served.url + path, json={})
             dialects_own = await served.http.post(f"{right}/nothing", json={})
             assert wrong.status_code == 404 and way_out in wrong.json()["error"]["message"]
             assert wrong.json()["error"].keys() == dialects_own.json()["error"].keys(), "the shape of its dialect"
         for path in ("/v1/chat/completions", "/v1/messages/count_tokens"):
             got = await served.http.get(path)
             assert (got.status_code, "takes requests with POST" in got.text) == (405, True)
+
+
+async def test_every_path_answers_head_and_names_its_methods(tmp_path: Path) -> None:
+    """Below `/runs/NAME` as well. The stream of events must end, or the next request of its connection would wait."""
+    async with serving(tmp_path / "d") as served:
+        key = (await served.begin())["api_key"]
+        ways = {path: {way.upper() for way in ways} for path, ways in served.app.openapi()["paths"].items()}
+        ways |= {path: {"GET"} for path in ("/", "/openapi.json", "/ui/x/app.js")}
+        patterns = {path: re.sub(r"{\w+}", "[^/]+", path) for path in ways}
+        for path in ways:
+            asked = re.sub(r"{\w+}", "x", path.replace("{key}", key))
+            methods = {way for one, pattern in patterns.items() if re.fullmatch(pattern, asked) for way in ways[one]}
+            allowed = ", ".join(way for way in ("GET", "HEAD", *METHODS[1:]) if way.replace("HEAD", "GET") in methods)
+            for url in (asked, f"/runs/default{asked}"):
+                for method in set(METHODS) - methods:
+                    refused = await served.http.request(method, url)
+                    assert (refused.status_code, refused.headers.get("Allow")) == (405, allowed), (method, url)
+                    assert ("error" if "/v1/" in path.replace("/swarm/", "") else "code") in refused.json(), url
+                head, text = await served.http.head(url), ""
+                if path != "/swarm/v1/events":
+                    got = await served.http.get(url)
+                    probes = path == "/"
+                    assert head.status_code == got.status_code, url
+                    assert probes or head.headers["Content-Type"] == got.headers["Content-Type"], url
+                    text = got.headers["Content-Length"]
+                assert (head.content, bool(head.headers.get("Content-Length"))) == (b"", bool(text)), url
 
 
 async def test_a_full_batch_refuses_and_says_when_to_come_again(tmp_path: Path) -> None:

@@ -56,7 +56,8 @@ async def test_requests_that_arrive_together_take_turns() -> None:
         begun.append(len(begun))
 
     async def request(number: int) -> None:
-        await entry({"type": "http", "headers": [(b"host", b"127.0.0.1")], "path": f"/{number}"}, None, None)  # type: ignore[arg-type]
+        scope = {"type": "http", "method": "GET", "headers": [(b"host", b"127.0.0.1")], "path": f"/{number}"}
+        await entry(scope, None, None)  # type: ignore[arg-type]
 
     async def watch() -> None:
         while len(begun) < 100:

@@ -294,7 +294,7 @@ def test_nothing_about_runs_is_in_documents_and_redirects(shared: Shared) -> Non
     )
     probes = {shared.ask("HEAD", f"/runs/{name}/", {}).status_code for name in (*NAMES, "..")}
     assert probes == {200}, "an agent's check of its base URL, the same for all names"
-    assert {shared.ask("HEAD", f"/runs/{name}/v1/models", {}).status_code for name in NAMES} == {405}
+    assert {shared.ask("HEAD", f"/runs/{name}/v1/models", {}).status_code for name in NAMES} == {401}
 
 
 def test_runs_are_managed_by_the_servers_admin(shared: Shared) -> None:

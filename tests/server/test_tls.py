@@ -16,10 +16,10 @@ from pathlib import Path
 import httpx
 import pytest
 
+from agentjet.cli.server_process import check_certificate
 from agentjet.client import AsyncSwarm, Retry
 from agentjet.config import ServerConfig, load_config
 from agentjet.errors import ConfigError, Unreachable
-from agentjet.front.http import check_certificate
 from tests.needs import need
 from tests.server.serving import TOKEN, serving
 

@@ -12,6 +12,7 @@ import os
 import shlex
 import signal
 import socket
+import ssl
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
@@ -31,7 +32,7 @@ from agentjet.compute.backend import ProcessCompute
 from agentjet.compute.samplers import check_sampler_python
 from agentjet.config import ServeConfig, ServerConfig, check_models, server_token
 from agentjet.errors import ConfigError
-from agentjet.front.http import HttpServer, check_certificate, listen, tune_python, uvicorn_config
+from agentjet.front.http import HttpServer, listen, tune_python, uvicorn_config
 from agentjet.front.keys import Keys
 from agentjet.front.tracing import Tracing
 from agentjet.fronts.supervision import FrontProcesses
@@ -71,6 +72,22 @@ def run(config: ServeConfig, *, ends_with_input: bool = False) -> None:
         is_served = asyncio.run(_serve(config, listener, fronts, tracing, ends_with_input))
     if not is_served:
         raise SystemExit(2)
+
+
+def check_certificate(server: ServerConfig) -> None:
+    """Raises `ConfigError` if the certificate or its key is unreadable, or if they do not belong together."""
+    if not server.tls_cert:
+        return
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        # The empty password stops OpenSSL from asking for a passphrase on the terminal.
+        context.load_cert_chain(server.tls_cert, server.tls_key, password=lambda: b"")
+    except (OSError, ValueError) as error:
+        why = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
+        raise ConfigError(
+            f"server.tls_cert = {server.tls_cert!r} and server.tls_key = {server.tls_key!r} cannot be used together "
+            f"({why}): use a certificate chain and its key without a passphrase, both PEM"
+        ) from None
 
 
 def check_data_dir(folder: Path) -> None:

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agentjet.errors import Forbidden
-from agentjet.front.http import KEY_PATH, error_response, route_path
+from agentjet.front.http import KEY_PATH, METHODS, error_response, route_path
 from agentjet.front.inference import CALL_PATHS, wrong_path
 
 FRONT_PATH = re.compile(r"/f(0|[1-9]\d{0,2})(?=/|$)")
@@ -65,4 +65,4 @@ async def refuse_without_v1(request: Request) -> Response:
 for _path in ("/v1/models", *CALL_PATHS):
     if _path.startswith("/v1/"):
         for _start in ("", "/k/{key}"):
-            router.add_api_route(_start + _path.removeprefix("/v1"), refuse_without_v1, methods=["GET", "POST"])
+            router.add_api_route(_start + _path.removeprefix("/v1"), refuse_without_v1, methods=[*METHODS])

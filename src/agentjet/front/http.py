@@ -20,10 +20,9 @@ import math
 import re
 import resource
 import socket
-import ssl
 import sys
 import termios
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -43,7 +42,8 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, HTTPConnection
 from starlette.responses import JSONResponse, Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.routing import Match
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from agentjet import __version__
@@ -51,10 +51,10 @@ from agentjet.config import JobConfig, ServerConfig
 from agentjet.config.schema import is_loopback
 from agentjet.errors import (
     CheckpointError,
-    ConfigError,
     Forbidden,
     InvalidRequest,
     Later,
+    MethodNotAllowed,
     RequestError,
     ServerFailed,
     StorageFailed,
@@ -79,7 +79,11 @@ RUN = "agentjet.run"
 """Key in the scope of a request below `/runs/NAME`: the run, as `RunScope`."""
 RUN_PATH = re.compile(r"/runs/([^/]*)")
 KEY_PATH = re.compile(r"/k/([^/]+)")
-INFERENCE_PATH = re.compile(r"^(/k/[^/]+)?((?:/inference)?/v1/.*)", re.DOTALL)
+INFERENCE_PATH = re.compile(r"^(/k/[^/]+)?/?((?:/inference)?/v1/.*)", re.DOTALL)
+"""With a slash too many, too, as behind a base URL that ends with one: the client reads errors of its dialect only."""
+BASE_PATH = re.compile(r"(/k/[^/]+)?/?")
+METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
+"""The methods that routes see: a HEAD request is answered as a GET request."""
 
 
 # ---- connections -----------------------------------------------------------------------------------------------------
@@ -128,22 +132,8 @@ class RequestLimits:
         return self.header_seconds + self.body_bytes / MIN_BODY_RATE
 
 
-def check_certificate(server: ServerConfig) -> None:
-    """Raises `ConfigError` if the certificate or its key is unreadable, or if they do not belong together."""
-    if not server.tls_cert:
-        return
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    try:
-        # The empty password stops OpenSSL from asking for a passphrase on the terminal.
-        context.load_cert_chain(server.tls_cert, server.tls_key, password=lambda: b"")
-    except (OSError, ValueError) as error:
-        why = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
-        raise ConfigError(
-            f"server.tls_cert = {server.tls_cert!r} and server.tls_key = {server.tls_key!r} cannot be used together "
-            f"({why}): use a certificate chain and its key without a passphrase, both PEM"
-        ) from None
-
-
+UPGRADE = b"\r\nUpgrade: h2c\r\n"
+"""Java's client asks for HTTP/2 in this way. It is not served, and the parser drops the body of a request with it."""
 GRACE_SECONDS = 5
 """Seconds that open connections have to end after the engine has stopped."""
 KEEP_ALIVE_SECONDS = 75
@@ -237,6 +227,8 @@ class LimitedConnection(HttpToolsProtocol):
                 self._refuse_headers()
                 return
             head, data = data[:room], data[room:]
+            if head.find(UPGRADE, 0, 512) > 0:  # Such clients send it before the headers of their callers.
+                head = head.replace(UPGRADE, b"\r\n", 1)
             self._num_bytes += len(head)
             super().data_received(head)
         if data and not self.transport.is_closing():
@@ -287,6 +279,9 @@ class LimitedConnection(HttpToolsProtocol):
         if self.flow.write_paused:
             self.transport.abort()
 
+    def _unsupported_upgrade_warning(self) -> None:
+        """The request is answered. uvicorn would also advise to install a library, which would change nothing."""
+
     def _must_end_within(self, seconds: float | None) -> None:
         """Closes the connection after `seconds` unless called again before. None: cancels the deadline.
 
@@ -321,6 +316,7 @@ def uvicorn_config(app: Starlette, server: ServerConfig) -> uvicorn.Config:
         app,
         http=partial(LimitedConnection, limits=app.state.default.limits),  # type: ignore[arg-type]
         log_config=None,
+        ws="none",
         access_log=False,  # Request lines can contain keys.
         lifespan="off",
         server_header=False,
@@ -460,7 +456,7 @@ class RunMiddleware:
     `Host`. Starlette's `TrustedHostMiddleware` is not used: it answers in plain text and accepts a repeated `Host`.
 
     `/runs/NAME` becomes the root path, so routes match the rest and `request.base_url` is that of the run. Requests
-    that arrive together take turns.
+    that arrive together take turns. HEAD becomes GET for the routes, and its answer is sent without the body.
     """
 
     def __init__(
@@ -477,6 +473,12 @@ class RunMiddleware:
             await self._turns.turn()
             try:
                 self._check_host(Headers(scope=scope).getlist("host"))
+                if scope["method"] == "HEAD":
+                    # Agents check their base URL with HEAD and without a key. No answer to it depends on the run.
+                    if BASE_PATH.fullmatch(route_path(scope)):
+                        await Response()(scope, receive, send)
+                        return
+                    scope, send = {**scope, "method": "GET"}, without_body(send)
                 if named := RUN_PATH.match(scope["path"]):
                     scope = self._enter({**scope, "root_path": named[0]}, named[1])
             except RequestError as error:
@@ -498,11 +500,22 @@ class RunMiddleware:
         root = scope["root_path"]
         if not (RUN_NAME.fullmatch(name) and (scope["raw_path"] + b"/").startswith(f"{root}/".encode())):
             name = root
-        # Agents check their base URL with HEAD and without a key. No answer to it depends on the run.
-        if scope["method"] != "HEAD":
-            scope[RUN] = self._enter_run(name, HTTPConnection(scope))
-            present_run.set(name)
+        scope[RUN] = self._enter_run(name, HTTPConnection(scope))
+        present_run.set(name)
         return scope
+
+
+def without_body(send: Send) -> Send:
+    """Returns `send` for a HEAD request: the first piece of the body ends the answer, so that a stream ends, too."""
+    is_complete = False
+
+    async def send_head(message: Message) -> None:
+        nonlocal is_complete
+        if not is_complete:
+            is_complete = message["type"] == "http.response.body"
+            await send({**message, "body": b"", "more_body": False} if is_complete else message)
+
+    return send_head
 
 
 def _host(given: str) -> str:
@@ -662,7 +675,8 @@ def parse_body(body: bytes, model: TypeAdapter[Any], limits: RequestLimits) -> A
     except RecursionError:
         raise _too_deep("", limits) from None
     except ValueError as error:
-        raise InvalidRequest(f"The body is not JSON: {error}.", code="invalid_json") from None
+        why = "it is compressed with gzip, so send it as it is" if body.startswith(b"\x1f\x8b") else error
+        raise InvalidRequest(f"The body is not JSON: {why}.", code="invalid_json") from None
     _check_shape(value, limits)
     try:
         return model.validate_python(value)
@@ -737,7 +751,7 @@ PROBLEMS: dict[int | str, dict[str, Any]] = {
 async def respond_to_error(request: Request, error: Exception) -> Response:
     """Returns the response to an exception of a route, and counts it on the episode of the request."""
     path = route_path(request.scope)  # `request.url.path` has no line breaks, so `/k/%0D/v1/` would not match.
-    headers: Mapping[str, str] = {}
+    shown_path = re.sub(r"^/k/[^/]+", "/k/…", path)
     match error:
         case ClientGone():
             return Response(status_code=499)
@@ -746,23 +760,35 @@ async def respond_to_error(request: Request, error: Exception) -> Response:
         case RequestValidationError():
             kind = InvalidRequest if INFERENCE_PATH.match(path) else Unprocessable
             refused = describe_validation(error, kind, _known_names(request))
+        case HTTPException(status_code=HTTPStatus.METHOD_NOT_ALLOWED):
+            refused = method_not_allowed(shown_path, allowed_methods(request))
         case HTTPException():
-            code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "invalid_request")
-            shown_path = re.sub(r"^/k/[^/]+", "/k/…", path)
+            code = "not_found" if error.status_code == HTTPStatus.NOT_FOUND else "invalid_request"
             refused = refusal_of(error.status_code)(f"{request.method} {shown_path}: {error.detail}", code=code)
-            headers = error.headers or {}
         case CheckpointError():
             refused = StorageFailed(str(error), code="checkpoint_failed")
         case _:
             refused = internal_error()
     await count_refusal(request, refused)
-    response = error_response(path, refused)
-    response.headers.update(headers)
-    return response
+    return error_response(path, refused)
 
 
 HANDLED = (ClientGone, RequestError, RequestValidationError, HTTPException, CheckpointError, Exception)
 """The exceptions for which an application calls `respond_to_error`."""
+
+
+def allowed_methods(request: Request) -> list[str]:
+    """Returns the methods that a path takes, of all its routes. The framework names those of its first route."""
+
+    def is_taken(method: str) -> bool:
+        scope = {**request.scope, "method": method}
+        return any(route.matches(scope)[0] is Match.FULL for route in request.app.routes)
+
+    return [*filter(is_taken, METHODS)]
+
+
+def method_not_allowed(path: str, allowed: Sequence[str]) -> MethodNotAllowed:
+    return MethodNotAllowed(f"{path} takes requests with {' or '.join(allowed)}.", allowed=allowed)
 
 
 def internal_error() -> RequestError:
@@ -775,6 +801,10 @@ def error_response(path: str, error: RequestError) -> Response:
     retry_after = error.retry_after if isinstance(error, Later) else None
     if retry_after is not None:
         headers["Retry-After"] = str(max(1, math.ceil(retry_after)))
+    if isinstance(error, Unauthorized):
+        headers["WWW-Authenticate"] = "Bearer"
+    if isinstance(error, MethodNotAllowed):
+        headers["Allow"] = ", ".join(error.allowed).replace("GET", "GET, HEAD")
     if inference := INFERENCE_PATH.match(path):
         # Without this header, OpenAI's SDKs also repeat requests after a 409 or 500, which cannot help here.
         headers["x-should-retry"] = "true" if retry_after is not None else "false"
@@ -810,6 +840,8 @@ def describe_validation(
         near = nearest_name(str(first["loc"][-1]), known)
         hint = f"; did you mean {near!r}?" if near else "."
         return kind(f"{name!r} is not a known key{hint}", code="unknown_parameter", param=name)
+    if first["loc"] == ("body",) and first["type"] == "missing":
+        return kind("The request has no body: send JSON.", code="not_json")
     if isinstance(first.get("input"), bytes):
         return kind(
             "The body was not read as JSON: send the header 'Content-Type: application/json'.",

@@ -23,7 +23,7 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from agentjet.errors import InvalidRequest, MethodNotAllowed, NotFound, RequestError, nearest_name
+from agentjet.errors import InvalidRequest, NotFound, RequestError, nearest_name
 from agentjet.front.calls import CallChunk, CallRequest, Calls
 from agentjet.front.concurrency import LARGE, from_thread, offload
 from agentjet.front.dialects import DIALECTS, MESSAGES
@@ -41,6 +41,7 @@ from agentjet.front.dialects.messages import PromptBody, TokenCount, prompt_to_c
 from agentjet.front.http import (
     EPISODE_KEY,
     KEY_PATH,
+    METHODS,
     ClientGone,
     GuardedRoute,
     Handler,
@@ -51,6 +52,7 @@ from agentjet.front.http import (
     internal_error,
     key_in_headers,
     key_in_path,
+    method_not_allowed,
     route_path,
 )
 from agentjet.front.run import FrontPolicies
@@ -128,23 +130,19 @@ async def get_model(name: str, calls: RunCalls) -> dict[str, Any]:
     return _model(policies.model_name or policy_of(role, policies.names), calls)
 
 
-@routes.head("/", include_in_schema=False)
-async def probe() -> Response:
-    """Answer agents that check their base URL before the first request. Needs no key."""
-    return Response()
-
-
-@routes.api_route("/v1/{path:path}", methods=["GET", "POST"], include_in_schema=False)
-@routes.api_route("/inference/v1/{path:path}", methods=["GET", "POST"], include_in_schema=False)
+@routes.api_route("/v1/{path:path}", methods=[*METHODS], include_in_schema=False)
+@routes.api_route("/inference/v1/{path:path}", methods=[*METHODS], include_in_schema=False)
 async def unknown_route(request: Request) -> Response:
-    """Refuse unknown paths, and GET of a known one, with an error in the shape of the nearest dialect."""
+    """Refuse unknown paths, and other methods of a known one, with an error in the shape of the nearest dialect."""
     path = KEY_PATH.sub("", route_path(request.scope), count=1)
     if path in CALL_PATHS:
-        raise MethodNotAllowed(f"{path} takes requests with POST.", code="method_not_allowed")
+        raise method_not_allowed(path, ["POST"])
+    if f"{path}/".startswith("/v1/models/"):
+        raise method_not_allowed(path, ["GET"])
     if (once := path.removeprefix("/v1")) in CALL_PATHS:
         return wrong_path(path, once, "leave /v1 out of the base URL, because this client adds it by itself")
-    if (bare := path.rstrip("/")) in CALL_PATHS:
-        return wrong_path(path, bare, "leave out the slash at the end")
+    if (bare := path.replace("//", "/").rstrip("/")) in CALL_PATHS:
+        return wrong_path(path, bare, "leave out the slash that is too many")
     raise NotFound(
         f"{path} is not served here. Available: {', '.join(['/v1/models', *CALL_PATHS])}.", code="unknown_route"
     )

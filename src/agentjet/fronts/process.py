@@ -32,6 +32,7 @@ from agentjet.config import ServeConfig
 from agentjet.errors import ConfigError, NotFound
 from agentjet.front import addresses, inference
 from agentjet.front.http import (
+    METHODS,
     HttpServer,
     RequestLimits,
     RunMiddleware,
@@ -166,7 +167,7 @@ class Front:
         app.add_middleware(RunMiddleware, enter=self._enter, allowed=allowed_hosts(server))
         app.add_middleware(addresses.FrontPath, front=self.settings.index, addresses=self.settings.addresses)
         for path in ("/", f"{PREFIX}/{{path:path}}", "/metrics", "/healthz", "/readyz"):
-            app.add_api_route(path, self._refuse_control, methods=["GET", "POST", "PUT", "PATCH", "DELETE"])
+            app.add_api_route(path, self._refuse_control, methods=[*METHODS])
         return app
 
     async def _refuse_control(self) -> None:

@@ -265,7 +265,7 @@ class Forwarding:
             if scope["method"] != "GET":
                 raise MethodNotAllowed(
                     "`agentjet look` only reads: open the page of the server itself (agentjet open).",
-                    code="method_not_allowed",
+                    allowed=["GET"],
                 )
             if relative == "/events" or not {".", ".."}.isdisjoint(relative.split("/")):
                 raise NotFound(f"`agentjet look` has no path {path[:100]!r}.", code="not_found")
