@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Iterable
 from difflib import SequenceMatcher
 from math import inf
+from pathlib import Path
 from typing import Any, NamedTuple
 
 LIBRARIES = ("numpy", "torch", "pydantic")
@@ -322,3 +323,14 @@ def thread_stack(thread: int) -> list[StackLine]:
     found = {int(number, 16): stack for number, stack in zip(stacks[1::2], stacks[2::2], strict=True)}
     lines = re.findall(r'^  File "(.*)", line (\d+) in (.*)$', found.get(thread, ""), re.MULTILINE)
     return [StackLine(name, int(line), function) for name, line, function in lines]
+
+
+def queued_seconds(task: Path) -> float:
+    """Returns the seconds for which a thread was ready to run and had no core, by its folder `/proc/PID/task/TID`.
+
+    0 if the system does not count them, and for a thread that ended.
+    """
+    try:
+        return int((task / "schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return 0.0

@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from agentjet.cli.machine import GB, STAMP, Hardware, _vllm_version, make_environment, report, sampler_packages
+from agentjet.cli.machine import GB, STAMP, Hardware, make_environment, report, sampler_packages
 from agentjet.cli.main import app
+from agentjet.compute.samplers import vllm_version
 from agentjet.config import ServeConfig, parse_config
+from agentjet.config.loader import cache_dir
 from agentjet.errors import ConfigError
 from agentjet.processes.supervisor import visible_gpu_memory, visible_gpus
 from tests.cluster.test_memory import LLAMA_8B, SMOLLM2
@@ -121,15 +123,17 @@ FAR = {"policies": {"far": {"compute": RAY}, "here": {}}, "compute": {**RAY, "ad
         ({"backend": "embedded"}, {"job.recipe": "ppo"}, LAPTOP, ["-job.recipe"]),
         ({"address": "auto", "sampler_python": ""}, {}, BARE, [
             "problem ray is not installed: pip install '.[cluster]'",
-            "note vllm is not installed in the samplers' environment: agentjet cluster install",
+            "sampler-venv/bin/python is not a program. Replicas need an environment with vLLM: run `agentjet cluster",
             "Only the nodes of replicas need it", "problem transformers is not installed: pip install '.[server]'"]),
-        ({"sampler_python": ""}, {}, BARE, ["problem vllm is not installed"]),
+        ({"sampler_python": ""}, {}, BARE, [f"problem {cache_dir()}/sampler-venv/bin/python is not a program"]),
         ({}, {}, replace(EIGHT, versions={**VERSIONS, "torch": "2.13.0+cpu"}), [
             "problem torch is a build without CUDA"]),
         ({"sampler_python": "/nowhere/python"}, {}, EIGHT, [
-            "problem compute.sampler_python: /nowhere/python is not a program: set it to the Python of"]),
+            "problem /nowhere/python is not a program. Replicas need an environment with vLLM: run `agentjet cluster "
+            "install`, or set compute.sampler_python to its interpreter (now '/nowhere/python')"]),
         ({}, {}, replace(BARE, vllm={sys.executable: ""}), [
-            f"problem compute.sampler_python: {sys.executable} has no vllm: set it"]),
+            f"problem {sys.executable} has no vLLM. Replicas need an environment with vLLM"]),
+        ({}, {}, replace(BARE, vllm={sys.executable: None}), [f"problem {sys.executable} is not a Python. Replicas"]),
         # A Ray cluster, hosts, the embedded backend.
         ({"address": "ray://10.0.0.1:10001"}, {}, EIGHT, [
             "problem compute.address = 'ray://10.0.0.1:10001' is not an address of a Ray cluster: give HOST:PORT"]),
@@ -229,7 +233,7 @@ def test_the_command_loads_no_torch_and_ends_with_1(model: Path) -> None:
     arguments = ["--set", f"model.name={json.dumps(str(model))}", "--set", "compute.backend=cluster"]
     arguments += ["--set", "compute.sampler_python=/nowhere/python", "--set", "server.port=0"]
     result = CliRunner().invoke(app, ["doctor", *arguments])
-    assert result.exit_code == 1 and "problem  compute.sampler_python: /nowhere/python is" in result.output
+    assert result.exit_code == 1 and "problem  /nowhere/python is not a program. " in result.output
     imported = loaded("agentjet.cli.machine", memory := "agentjet.compute.memory")[memory]
     assert not imported & {"torch", "ray", "transformers"}
 
@@ -259,5 +263,6 @@ def test_the_shipped_packages() -> None:
     assert "\nvllm==" in packages and "\nvllm-cpu" not in packages and "llguidance" in overrides
 
 
-def test_a_program_that_is_not_a_python_has_no_vllm() -> None:
-    assert _vllm_version(Path("/bin/echo")) == "", "its output is no version"
+@pytest.mark.parametrize(("python", "version"), [("/bin/echo", None), ("/nowhere", None), (sys.executable, "")])
+def test_the_vllm_of_a_program(python: str, version: str | None) -> None:
+    assert vllm_version(python) == version

@@ -15,6 +15,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -178,7 +179,7 @@ def test_a_late_loop_is_no_reason_to_blame_an_agent(
     monkeypatch.setattr(connection, "PUNCTUAL_SECONDS", PATIENCE)
     pings, enough = itertools.count(), threading.Event()
 
-    def queued_seconds(native_id: int) -> float:
+    def queued_seconds(task: Path) -> float:
         ping = next(pings)
         if ping > 8 * connection.NUM_LATE:
             enough.set()

@@ -63,18 +63,18 @@ class ForkedReplica:
     def __init__(self, pid: int) -> None:
         self.place = str(pid)
         self.ended: asyncio.Future[ProcessEnd] = asyncio.get_running_loop().create_future()
-        self._pid = pid
+        self.pid = pid
         self._watching = asyncio.create_task(self._watch())
 
     async def stop(self) -> None:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(self._pid, signal.SIGKILL)
+            os.kill(self.pid, signal.SIGKILL)
         self._watching.cancel()
         self._end()
         await asyncio.wait([self.ended])  # Those who wait for its end know it before this returns.
 
     async def _watch(self) -> None:
-        while not self.ended.done() and os.path.exists(f"/proc/{self._pid}"):
+        while not self.ended.done() and os.path.exists(f"/proc/{self.pid}"):
             await asyncio.sleep(POLL_SECONDS)
         self._end()
 

@@ -49,7 +49,7 @@ Handler = Callable[[ProcessRequest], Any]
 class ThreadProcess:
     """A "process": a thread that connects to the gateway and answers requests."""
 
-    log_path = Path()
+    pid, log_path = 0, Path()
 
     def __init__(self, environment: Mapping[str, str], handler: Handler) -> None:
         self.requests: list[ProcessRequest] = []

@@ -25,6 +25,7 @@ class ForkedWorker:
 
     def __init__(self, process: Any, log_path: Path) -> None:
         self.ended: asyncio.Future[ProcessEnd] = asyncio.get_running_loop().create_future()
+        self.pid: int = process.pid
         self.place = f"this machine, process {process.pid}"
         self.log_path = log_path
         self._process = process

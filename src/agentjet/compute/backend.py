@@ -197,7 +197,7 @@ class ProcessCompute:
         try:
             await first_of(adoption, ranks.died)
             if adoption.done() and isinstance(adoption.exception(), ComputeError):
-                await asyncio.wait([ranks.died], timeout=DEATH_SECONDS)
+                await first_of(ranks.died, timeout=DEATH_SECONDS)
             if ranks.died.done() and not (adoption.done() and adoption.exception() is None):
                 raise copy.copy(ranks.died.result())  # The weights cannot be fetched from a rank that died.
             adoption.result()

@@ -34,7 +34,7 @@ from agentjet.compute.weights import WAY_OUT, Publication, probe_error, probe_fa
 from agentjet.config import SamplerConfig, SamplerLimits
 from agentjet.errors import AgentJetError, ComputeError, ConfigError, PolicyRemoved, WorkerDied, WorkerHung
 from agentjet.processes.rpc import Peer
-from agentjet.processes.supervisor import NotStarted, Watchdog
+from agentjet.processes.supervisor import NotStarted, Watchdog, time_limit
 from agentjet.types import PolicyId, ProcessStatus, RouteShape
 
 BLOCK_TOKENS = 64
@@ -587,17 +587,18 @@ class Fleet(RoutedFleet):
         self.check()
         self._is_suspended = True
         self._change()
-        loop = asyncio.get_running_loop()
-        deadline: float | None = loop.time() + self._timeout
+        try:
+            async with time_limit(self._timeout):
+                await self._suspended()
+        except TimeoutError:
+            for replica in [one for one in self.replicas if one.peer is None and not one.is_suspended]:
+                why = f"was still starting {self._timeout:g} s after the ranks needed its GPUs"
+                self.end(replica, f"{why} (server.worker_timeout)", cause="replica")
+            await self._suspended()
+
+    async def _suspended(self) -> None:
         while self._is_suspended and any(not one.is_suspended or one.is_adopting for one in self._lives):
-            try:
-                async with asyncio.timeout_at(deadline):
-                    await self._pulse.wait()
-            except TimeoutError:
-                deadline = None
-                for replica in [one for one in self.replicas if one.peer is None and not one.is_suspended]:
-                    why = f"was still starting {self._timeout:g} s after the ranks needed its GPUs"
-                    self.end(replica, f"{why} (server.worker_timeout)", cause="replica")
+            await self._pulse.wait()
             self.check()
 
     def _is_adopted(self, serial: int) -> bool:
@@ -813,9 +814,11 @@ class Fleet(RoutedFleet):
             self._fail(ComputeError(text) if self.has_served else ConfigError(f"{text}. {WAY_OUT}"))
 
     async def _watch(self, replica: ReplicaHandle) -> None:
+        assert replica.peer is not None
         await replica.watchdog.hang(
             lambda: replica.num_messages,
             lambda: replica.has_work and (replica.is_adopting or not replica.is_suspended),
+            [replica.peer.process],
         )
         silent = f"sent nothing for {self._timeout:g} s (server.worker_timeout)"
         self.end(replica, silent, cause="replica", hung=True)

@@ -20,7 +20,7 @@ from typing import Any
 
 from agentjet.errors import AgentJetError, CheckpointError, HookHung, PolicyRemoved, WorkerDied, WorkerHung
 from agentjet.processes.rpc import IDS, REASON_SECONDS, SENDING, LargeRequest, Peer, ProcessRequest, encode
-from agentjet.processes.supervisor import Supervisor, Watchdog
+from agentjet.processes.supervisor import Supervisor, Watchdog, first_of, time_limit
 from agentjet.timeline.batch import TrainingBatch
 from agentjet.types import PolicyId, Sampled, SlowWork
 
@@ -200,7 +200,9 @@ class Ranks:
         try:
             await asyncio.wait(asked, return_when=asyncio.FIRST_EXCEPTION)
             if any(task.done() and task.exception() for task in asked):
-                await asyncio.wait(asked, timeout=ANSWER_SECONDS)
+                with contextlib.suppress(TimeoutError):
+                    async with time_limit(ANSWER_SECONDS, [peer.process for peer in self._peers]):
+                        await asyncio.wait(asked)
                 raise await self._failure(asked)
             return next(iter(asked)).result()
         finally:
@@ -241,7 +243,8 @@ class Ranks:
             found = (one for peer in self._peers for one in peer.pending.values())
             return any(one.op != "sample" or not self._unpublished for one in found)
 
-        await self._watchdog.hang(lambda: sum(peer.num_messages for peer in self._peers), has_work)
+        processes = [peer.process for peer in self._peers]
+        await self._watchdog.hang(lambda: sum(peer.num_messages for peer in self._peers), has_work, processes)
         self._hung = True
         self._fall(min(self._peers, key=lambda peer: peer.heard_at))
 
@@ -262,8 +265,9 @@ class Ranks:
         elif not fallen.died.done():
             reason = f"{fallen.name} failed alone, so the ranks do not agree"
         elif fallen.process is not None:
-            done, _ = await asyncio.wait([fallen.process.ended], timeout=REASON_SECONDS)
-            reason = f"{fallen.name} {fallen.process.ended.result().reason}" if done else reason
+            ended = fallen.process.ended
+            await first_of(ended, timeout=REASON_SECONDS, processes=[fallen.process])
+            reason = f"{fallen.name} {ended.result().reason}" if ended.done() else reason
         for peer in self._peers:
             peer.close()
         self._stopping = asyncio.create_task(self._stop())  # One that hangs does not notice the end of its connection.

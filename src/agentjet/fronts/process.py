@@ -142,13 +142,11 @@ class Front:
     def _clock(self) -> float:
         return self.settings.clock_offset + time.monotonic()
 
-    async def _begin(self, settings: FrontSettings) -> int:
-        """Returns the id of this process."""
+    async def _begin(self, settings: FrontSettings) -> None:
         self._settings = settings
         self._keys = Keys.open(settings.config.server.data_dir.resolve(), clock=self._clock)
         self._tracing.connect(settings.config.server.trace_endpoint)
         self._start(self._measure_lag())
-        return os.getpid()
 
     async def _listen(self) -> None:
         """Serves the agents. The default run is open."""

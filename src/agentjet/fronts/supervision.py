@@ -10,7 +10,6 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from agentjet.compute.backend import ProcessCompute
@@ -19,7 +18,7 @@ from agentjet.errors import AgentJetError, Unavailable, WorkerDied
 from agentjet.fronts.process import SOCKET, FrontReport, FrontSettings, ask_for_batch
 from agentjet.processes.guardian import Launch
 from agentjet.processes.rpc import Peer
-from agentjet.processes.supervisor import LocalPlacement, Supervisor, Watchdog, first_of, starved_seconds
+from agentjet.processes.supervisor import LocalPlacement, Supervisor, Watchdog, first_of, time_limit
 from agentjet.protocol import FrontView
 from agentjet.server.fronts import FrontedCalls, without_job
 from agentjet.server.run_policies import all_of
@@ -36,11 +35,7 @@ START_SECONDS = 60.0
 SILENT_SECONDS = 2.0
 """Time without a report from which a front is called silent."""
 HUNG_SECONDS = 20.0
-"""A front that does not report for so long is killed and replaced.
-
-Time in which it waits for a core does not count: its end would break its agents' connections, and the next one would
-be as slow.
-"""
+"""A front that does not report for so long is killed and replaced."""
 SETTLE_SECONDS = 0.02
 """A fleet changes several times in a row."""
 MAX_BATCH_DEATHS = 2
@@ -252,14 +247,14 @@ class FrontProcesses:
 
         async def prepare(op: str, *args: Any) -> Any:
             try:
-                async with asyncio.timeout(START_SECONDS):
+                async with time_limit(START_SECONDS, [peer.process]):
                     return await peer.ask(op, None, *args)
             except TimeoutError:
                 raise WorkerDied(f"{name} did not answer {op!r} for {START_SECONDS:g} s") from None
 
         offset = self._clock() - time.monotonic()
         settings = FrontSettings(handle.index, self.addresses, without_job(self._config), offset)
-        starved = partial(starved_seconds, await prepare("begin", settings))
+        await prepare("begin", settings)
         for run in list(self.runs.values()):  # Runs and policies come and go meanwhile: all fronts are told.
             if run in self.runs.values():
                 await prepare("open", *run.opening())
@@ -269,8 +264,8 @@ class FrontProcesses:
         handle.reported = time.monotonic()
         handle.ready.set()
         reading = asyncio.create_task(self._read_reports(handle, peer))
-        dog = Watchdog(HUNG_SECONDS)
-        hang = asyncio.create_task(dog.hang(lambda: peer.num_messages, lambda: bool(peer.pending), starved))
+        watching = Watchdog(HUNG_SECONDS).hang(lambda: peer.num_messages, lambda: bool(peer.pending), [peer.process])
+        hang = asyncio.create_task(watching)
         try:
             await first_of(reading, hang)
             if not reading.done():

@@ -234,6 +234,11 @@ class Process(Protocol):
         ...
 
     @property
+    def pid(self) -> int:
+        """The process of this machine whose descendants it is, or itself; 0 on another machine."""
+        ...
+
+    @property
     def place(self) -> str:
         """The machine and the process id; "" if they are unknown."""
         ...
@@ -439,7 +444,9 @@ class Link:
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Self:
         """Connect to the server. Raises `OSError`, and `ComputeError` for a refusal."""
         address, name, secret = (environment[variable] for variable in cls.VARIABLES)
-        link = cls(dial(address, name, secret.encode()), name, secret.encode())
+        # The server may be stopped for a while, and ends what did not connect.
+        connection = dial(address, name, secret.encode(), patience=SERVER_UNANSWERED_SECONDS)
+        link = cls(connection, name, secret.encode())
         if seconds := environment.get(cls.SIGNS):
             threading.Thread(
                 target=show_progress, args=(lambda: link.send(SIGN_OF_WORK), float(seconds)), daemon=True
@@ -697,12 +704,15 @@ def _shut(connection: socket.socket) -> None:
         connection.shutdown(socket.SHUT_RDWR)
 
 
-def dial(address: str, name: str, secret: bytes) -> socket.socket:
-    """Returns a proven connection to `HOST:PORT`. Raises `OSError`, and `ComputeError` for a refusal."""
+def dial(address: str, name: str, secret: bytes, *, patience: float = HANDSHAKE_SECONDS) -> socket.socket:
+    """Returns a proven connection to `HOST:PORT`. The other end has `patience` seconds for the handshake.
+
+    Raises `OSError`, and `ComputeError` for a refusal.
+    """
     connection = socket.create_connection(host_and_port(address), timeout=HANDSHAKE_SECONDS)
     try:
         tune(connection, unanswered_seconds=SERVER_UNANSWERED_SECONDS)
-        deadline, nonce = time.monotonic() + HANDSHAKE_SECONDS, secrets.token_hex(16)
+        deadline, nonce = time.monotonic() + patience, secrets.token_hex(16)
         answer = _request(connection, deadline, name, {"name": name, "version": __version__, "nonce": nonce})
         if not _is_proof(answer.get("proof"), secret, "server", nonce):
             raise ComputeError(f"{name}: the other end does not know the secret")

@@ -5,7 +5,8 @@ children when the server is gone, also after SIGKILL. `RayPlacement` asks the co
 conductor starts with the first process, and again after its death. If it dies, every process has ended: Ray ends their
 actors.
 
-The watchdog counts messages: a process sends a sign of work after each interval in which it made `progress`.
+The watchdog counts messages: a process sends a sign of work after each interval in which it made `progress`. Time in
+which a process waits for a core is not silence: its end would break what it does, and the next one would be as slow.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Sequence, Set
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import psutil
 
-from agentjet.errors import ComputeError, ConfigError, Later, WorkerDied, install_extra
+from agentjet.errors import ComputeError, ConfigError, Later, WorkerDied, install_extra, queued_seconds
 from agentjet.processes import guardian
 from agentjet.processes.guardian import STOP_SECONDS, Launch, ProcessEnd, end_of
 from agentjet.processes.rpc import UNANSWERED_SECONDS, Link, Listener, Peer, Process, host_and_port, tune, uninterrupted
@@ -74,7 +75,7 @@ class Supervisor:
             self._processes[name] = process
             process.ended.add_done_callback(lambda _: self._forget(name, process))
             try:
-                await first_of(connection, process.ended, timeout=timeout)
+                await first_of(connection, process.ended, timeout=timeout, processes=[process])
                 if not connection.done():
                     late = ProcessEnd(f"did not connect for {timeout:g} s; see {launch.log_path}")
                     raise NotStarted(name, process.ended.result() if process.ended.done() else late)
@@ -133,47 +134,89 @@ class Watchdog:
         self._silence = 0.0
         self._num_messages = -1
 
-    def hangs(self, elapsed: float, num_messages: int, *, has_work: bool) -> bool:
+    def hangs(self, elapsed: float, num_messages: int, *, has_work: bool, queued: float = 0.0) -> bool:
         """Check, `elapsed` seconds after the last check; True after `timeout` seconds with work and without a message.
 
-        A late check counts as two intervals at most. It means that this process was stopped, too, so messages of that
-        time may still be unread.
+        `queued`: seconds since the last check for which the processes waited for a core. They do not count. A late
+        check counts as two intervals at most. It means that this process was stopped, too, so messages of that time
+        may still be unread.
         """
         if not has_work or num_messages != self._num_messages:
             self._silence, self._num_messages = 0.0, num_messages
             return False
-        self._silence += min(elapsed, 2 * self.interval)
+        # A wait counts when it ends, so it may be longer than the time between two checks.
+        self._silence = max(0.0, self._silence + min(elapsed, 2 * self.interval) - queued)
         return self._silence >= self.timeout
 
     async def hang(
-        self, num_messages: Callable[[], int], has_work: Callable[[], bool], starved: Callable[[], float] = float
+        self, num_messages: Callable[[], int], has_work: Callable[[], bool], processes: Sequence[Process | None]
     ) -> None:
-        """Return when the processes hang. `starved` returns seconds that they waited for a core; these do not count."""
-
-        def now() -> float:
-            return loop.time() - starved()
-
-        loop = asyncio.get_running_loop()
-        checked = now()
+        """Return when the processes hang."""
+        loop, pids = asyncio.get_running_loop(), [one.pid for one in processes if one is not None]
+        checked, queues = loop.time(), core_queues(*pids)
+        self.hangs(0.0, num_messages(), has_work=has_work())
         while True:
             await asyncio.sleep(self.interval)
-            before, checked = checked, now()
-            if self.hangs(max(0.0, checked - before), num_messages(), has_work=has_work()):
+            before, checked = checked, loop.time()
+            known, queues = queues, core_queues(*pids)
+            queued = longest_queued(known, queues)
+            if self.hangs(checked - before, num_messages(), has_work=has_work(), queued=queued):
                 return
 
 
-def starved_seconds(pid: int) -> float:
-    """Returns the seconds in which threads of a process were ready to run and had no core. 0 if the system hides it."""
-    nanoseconds = 0
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        for thread in Path(f"/proc/{pid}/task").iterdir():
-            nanoseconds += int((thread / "schedstat").read_text().split()[1])
-    return nanoseconds / 1e9
+def core_queues(*pids: int) -> dict[int, float]:
+    """Returns the `queued_seconds` of each thread of these processes and their children, by the id of the thread.
+
+    Empty if the system does not show them, and for processes of other machines.
+    """
+    found: dict[int, float] = {}
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            for task in Path(f"/proc/{pid}/task").iterdir():
+                found[int(task.name)] = queued_seconds(task)
+                with contextlib.suppress(OSError):  # It ended.
+                    found |= core_queues(*map(int, (task / "children").read_text().split()))
+    return found
 
 
-async def first_of(*futures: asyncio.Future[Any], timeout: float | None = None) -> None:
-    """Wait until one of these is done."""
-    await asyncio.wait(futures, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+def longest_queued(before: Mapping[int, float], now: Mapping[int, float]) -> float:
+    """Returns the longest time for which a thread waited for a core between two `core_queues`.
+
+    The sum of all threads would hide a hang: several that wait at the same time take longer than the time that passes.
+    """
+    return max([0.0, *(seconds - before.get(thread, 0.0) for thread, seconds in now.items())])
+
+
+@contextlib.asynccontextmanager
+async def time_limit(seconds: float, processes: Sequence[Process | None] = ()) -> AsyncIterator[None]:
+    """As `asyncio.timeout`, for answers of processes: the delays that `Watchdog` leaves out do not count.
+
+    After a delay of this event loop, the answers that came in that time are read first.
+    """
+    async with asyncio.timeout(None) as limit:
+
+        async def expire() -> None:
+            await Watchdog(seconds).hang(int, lambda: True, processes)
+            limit.reschedule(0.0)
+
+        expiry = asyncio.create_task(expire())
+        try:
+            yield
+        finally:
+            expiry.cancel()
+
+
+async def first_of(
+    *futures: asyncio.Future[Any], timeout: float | None = None, processes: Sequence[Process | None] = ()
+) -> None:
+    """Wait until one of these is done, or until the `time_limit`."""
+    waiting = asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+    if timeout is None:
+        await waiting
+        return
+    with contextlib.suppress(TimeoutError):
+        async with time_limit(timeout, processes):
+            await waiting
 
 
 # ---- processes of this machine ---------------------------------------------------------------------------------------
@@ -243,6 +286,7 @@ class LocalProcess:
     def __init__(self, launch: Launch, guardian: asyncio.subprocess.Process, gpus: Sequence[str]) -> None:
         """`guardian` is its parent. `gpus` are the ids of its GPUs."""
         self.ended: asyncio.Future[ProcessEnd] = asyncio.get_running_loop().create_future()
+        self.pid = guardian.pid
         self.group = launch.group
         self.gpus = gpus
         self.log_path = launch.log_path
@@ -254,7 +298,7 @@ class LocalProcess:
     def place(self) -> str:
         if not self._place and not self.ended.done():
             with contextlib.suppress(psutil.Error):  # It reads the process table, so only until the child is found.
-                if children := psutil.Process(self._guardian.pid).children():
+                if children := psutil.Process(self.pid).children():
                     self._place = f"this machine, process {children[0].pid}"
         return self._place
 
@@ -392,6 +436,8 @@ def accepts(address: str) -> bool:
 
 class RayProcess:
     """A process on a node of the Ray cluster. `place` is the node and the process id."""
+
+    pid = 0
 
     def __init__(self, conductor: Peer, launch: Launch, place: str, lost: str) -> None:
         """`lost` is the reason if the conductor ends first."""

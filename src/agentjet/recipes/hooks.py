@@ -19,9 +19,10 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from contextvars import copy_context
 from numbers import Real
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
-from agentjet.errors import AgentJetError, RecipeError, failure
+from agentjet.errors import AgentJetError, RecipeError, failure, queued_seconds
 from agentjet.recipes.recipe import Attempt, FinishedGroup, Recipe, ReferenceMoves, Teaching, ValueHeads
 from agentjet.recipes.rollout import Rollout, TaskStats
 
@@ -44,13 +45,25 @@ HOOK_SECONDS = 20.0
 """Default of `server.hook_timeout`, and the limit where no settings of a server are known."""
 
 
+class ThreadTime:
+    """Seconds since now, without those for which a thread of this process waits for a core."""
+
+    def __init__(self, native_id: int) -> None:
+        self.begun = time.monotonic()
+        self._task = Path(f"/proc/self/task/{native_id}")
+        self._queued = queued_seconds(self._task)
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.begun - max(0.0, queued_seconds(self._task) - self._queued)
+
+
 class HookCall(NamedTuple):
     """A call of a hook that has not returned."""
 
     recipe: str
     hook: str
-    since: float
-    """Time of its begin, by `time.monotonic`."""
+    time: ThreadTime
 
 
 RUNNING: dict[int, HookCall] = {}
@@ -61,7 +74,7 @@ RUNNING: dict[int, HookCall] = {}
 def running(recipe: str, hook: str) -> Iterator[None]:
     """Context of a call of a hook, or of the backward pass of its loss. `recipe` is the name."""
     thread = threading.get_ident()
-    RUNNING[thread] = HookCall(recipe, hook, time.monotonic())
+    RUNNING[thread] = HookCall(recipe, hook, ThreadTime(threading.get_native_id()))
     try:
         yield
     finally:
@@ -86,7 +99,7 @@ def overdue(thread: int, limit: str, unnamed: str = UNNAMED, way_out: str = WAY_
 def overdue_call(seconds: float, limit: str) -> str:
     """Returns a sentence about a call that has not returned for more than `seconds`, or ''."""
     for thread, call in list(RUNNING.items()):
-        if time.monotonic() - call.since > seconds:
+        if call.time.seconds > seconds:
             return overdue(thread, limit)
     return ""
 
@@ -115,16 +128,18 @@ class PlugInThreads:
 
     def call(self, name: str, function: Callable[[], Result]) -> Result:
         """Returns the result of a function, or raises its error. Raises `RecipeError` after the limit."""
-        with self._limited(name, function, self._seconds) as result:
-            wait([result], self._seconds)
-        return result.result()
+        with self._limited(name, function, self._seconds) as thread:
+            while (left := self._seconds - thread.time.seconds) > 0 and not thread.result.done():
+                wait([thread.result], left)
+        return thread.result.result()
 
     async def wait_for(self, name: str, function: Callable[[], Result], *, most: float = math.inf) -> Result:
         """Waits beside the event loop, at most `most` seconds. The rest as `call`."""
         seconds = min(self._seconds, most)
-        with self._limited(name, function, seconds) as result:
-            done = asyncio.wrap_future(result)
-            await asyncio.wait([done], timeout=seconds)
+        with self._limited(name, function, seconds) as thread:
+            done = asyncio.wrap_future(thread.result)
+            while (left := seconds - thread.time.seconds) > 0 and not done.done():
+                await asyncio.wait([done], timeout=left)
         return await done
 
     def abandoned(self) -> list[str]:
@@ -132,21 +147,21 @@ class PlugInThreads:
         now = time.monotonic()
         alive = [thread for thread in threading.enumerate() if isinstance(thread, _PlugInThread)]
         own = [thread for thread in alive if thread.abandoned_by is self]
-        return [f"thread {one.name!r}: {self._overdue(one, f'{now - one.begun:.0f} s')}" for one in own]
+        return [f"thread {one.name!r}: {self._overdue(one, f'{now - one.time.begun:.0f} s')}" for one in own]
 
     def _overdue(self, thread: _PlugInThread[Any], limit: str) -> str:
         return overdue(thread.ident or 0, limit, *self._words)
 
     @contextmanager
-    def _limited(self, name: str, function: Callable[[], Result], seconds: float) -> Iterator[Future[Result]]:
-        """Context of the wait for the result of a function in a thread."""
+    def _limited(self, name: str, function: Callable[[], Result], seconds: float) -> Iterator[_PlugInThread[Result]]:
+        """Context of the wait for a thread that calls a function."""
         thread = _PlugInThread(name + self._of_run, function)
         limit = f"{seconds:g} s"
         if self._of_run and seconds == self._seconds:
             limit += " (server.hook_timeout)"
         late = ""
         try:
-            yield thread.result
+            yield thread
         finally:
             if not thread.result.done():  # The caller may have been cancelled.
                 late = self._overdue(thread, limit)
@@ -162,10 +177,10 @@ class _PlugInThread(threading.Thread, Generic[Result]):
         """Starts the thread. It has the context variables of the caller."""
         super().__init__(target=copy_context().run, args=(self._call, function), name=name, daemon=True)
         self.result: Future[Result] = Future()
-        self.begun = time.monotonic()
         self.abandoned_by: PlugInThreads | None = None
         self._lock = threading.Lock()
         self.start()
+        self.time = ThreadTime(self.native_id or 0)
 
     def abandon(self, by: PlugInThreads, *, ends: bool) -> None:
         """Ignores the result."""
