@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from agentjet.cli.machine import GB, STAMP, Hardware, make_environment, report, sampler_packages
 from agentjet.cli.main import app
-from agentjet.compute.samplers import vllm_version
+from agentjet.compute.samplers import VLLM_VERSION, vllm_version
 from agentjet.config import ServeConfig, parse_config
 from agentjet.config.loader import cache_dir
 from agentjet.errors import ConfigError
@@ -266,3 +266,10 @@ def test_the_shipped_packages() -> None:
 @pytest.mark.parametrize(("python", "version"), [("/bin/echo", None), ("/nowhere", None), (sys.executable, "")])
 def test_the_vllm_of_a_program(python: str, version: str | None) -> None:
     assert vllm_version(python) == version
+
+
+def test_a_python_whose_packages_cannot_be_listed_is_a_python(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{VLLM_VERSION.replace("d()", "d(1)")}"\n')
+    python.chmod(0o755)
+    assert vllm_version(str(python)) == ""

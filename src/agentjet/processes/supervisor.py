@@ -35,6 +35,8 @@ from agentjet.processes.rpc import UNANSWERED_SECONDS, Link, Listener, Peer, Pro
 CONNECT_SECONDS = 300.0
 """Time for a started process to connect. It imports torch or vLLM first."""
 CHECKS_PER_TIMEOUT = 10
+MOST_TIMEOUTS = 10
+"""Threads that spin keep each other from a core, also in a process that hangs."""
 
 
 class NotStarted(WorkerDied):
@@ -132,33 +134,38 @@ class Watchdog:
         self.interval = timeout / CHECKS_PER_TIMEOUT
         """Seconds between two checks, and between two signs of work."""
         self._silence = 0.0
+        self._total = 0.0
+        """The silence with the time without a core."""
         self._num_messages = -1
 
     def hangs(self, elapsed: float, num_messages: int, *, has_work: bool, queued: float = 0.0) -> bool:
         """Check, `elapsed` seconds after the last check; True after `timeout` seconds with work and without a message.
 
-        `queued`: seconds since the last check for which the processes waited for a core. They do not count. A late
-        check counts as two intervals at most. It means that this process was stopped, too, so messages of that time
-        may still be unread.
+        `queued`: seconds since the last check for which the processes waited for a core. They do not count, up to
+        `MOST_TIMEOUTS`. A late check counts as two intervals at most. It means that this process was stopped, too, so
+        messages of that time may still be unread.
         """
         if not has_work or num_messages != self._num_messages:
-            self._silence, self._num_messages = 0.0, num_messages
+            self._silence, self._total, self._num_messages = 0.0, 0.0, num_messages
             return False
+        elapsed = min(elapsed, 2 * self.interval)
         # A wait counts when it ends, so it may be longer than the time between two checks.
-        self._silence = max(0.0, self._silence + min(elapsed, 2 * self.interval) - queued)
-        return self._silence >= self.timeout
+        self._silence = max(0.0, self._silence + elapsed - queued)
+        self._total += elapsed
+        return self._silence >= self.timeout or self._total >= MOST_TIMEOUTS * self.timeout
 
     async def hang(
         self, num_messages: Callable[[], int], has_work: Callable[[], bool], processes: Sequence[Process | None]
     ) -> None:
         """Return when the processes hang."""
         loop, pids = asyncio.get_running_loop(), [one.pid for one in processes if one is not None]
-        checked, queues = loop.time(), core_queues(*pids)
+        checked, queues = loop.time(), dict[int, float]()
         self.hangs(0.0, num_messages(), has_work=has_work())
         while True:
             await asyncio.sleep(self.interval)
             before, checked = checked, loop.time()
-            known, queues = queues, core_queues(*pids)
+            is_silent = has_work() and num_messages() == self._num_messages
+            known, queues = queues, core_queues(*pids) if is_silent else {}  # It takes 3 ms for 100 threads.
             queued = longest_queued(known, queues)
             if self.hangs(checked - before, num_messages(), has_work=has_work(), queued=queued):
                 return
@@ -167,13 +174,14 @@ class Watchdog:
 def core_queues(*pids: int) -> dict[int, float]:
     """Returns the `queued_seconds` of each thread of these processes and their children, by the id of the thread.
 
-    Empty if the system does not show them, and for processes of other machines.
+    Without threads that never waited, or cannot be read. Empty for processes of other machines.
     """
     found: dict[int, float] = {}
     for pid in pids:
         with contextlib.suppress(OSError):
             for task in Path(f"/proc/{pid}/task").iterdir():
-                found[int(task.name)] = queued_seconds(task)
+                if seconds := queued_seconds(task):
+                    found[int(task.name)] = seconds
                 with contextlib.suppress(OSError):  # It ended.
                     found |= core_queues(*map(int, (task / "children").read_text().split()))
     return found
@@ -183,8 +191,9 @@ def longest_queued(before: Mapping[int, float], now: Mapping[int, float]) -> flo
     """Returns the longest time for which a thread waited for a core between two `core_queues`.
 
     The sum of all threads would hide a hang: several that wait at the same time take longer than the time that passes.
+    So would the whole life of a thread that the first one lacks.
     """
-    return max([0.0, *(seconds - before.get(thread, 0.0) for thread, seconds in now.items())])
+    return max([0.0, *(seconds - before[thread] for thread, seconds in now.items() if thread in before)])
 
 
 @contextlib.asynccontextmanager
