@@ -453,8 +453,8 @@ class ServerConfig(Section):
     worker_timeout: float = Field(120.0, gt=0)
     """Seconds without progress after which the worker is killed and replaced. Progress is a message or a step, such as
     a decoding step or a micro-batch. While it loads, compiles, writes files or computes on a CPU, CPU time is, too.
-    Time in which it waits for a core does not count, on Linux and on the server's machine. Ten times as many seconds
-    are the limit with it."""
+    Time in which it waits for a core does not count, on Linux and on the server's machine; after ten times these
+    seconds, it is killed anyway."""
     hook_timeout: float = Field(HOOK_SECONDS, gt=0)
     """Seconds that one call of a recipe's hook may take, without those in which it waits for a core; then the run stops
     with the name of the hook. Next to the weights the compute process is started again for other runs. In the gateway
