@@ -7,6 +7,8 @@ Agents each send a growing history, every second call is streamed, and all episo
 * **overhead**: the same calls at a share of that rate, with completions of half a second. The figure is the time from
   a request's first byte to its answer's last, less that half second. It is measured as served, without waiting for the
   disk, and with cores that cannot sleep between two calls.
+* **the peer**, with `--peer ROUNDS`: LiteLLM's proxy under the same load of 100 episodes, in turn with the gateway.
+  The proxy checks a key and forwards. It has one HTTP hop more (its backend), and neither tokens nor a journal.
 
 Server and generator are separate processes. Prints a table, then one JSON object as the last line.
 """
@@ -19,6 +21,7 @@ import gc
 import json
 import os
 import random
+import statistics
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -28,6 +31,7 @@ from typing import Any
 
 from rich.console import Console
 
+from bench import litellm_peer
 from bench.machine import ask_process, busy_cores, grid, percentile, report, started
 from bench.scripted import ANSWER, MODEL, Settings
 from bench.wire import BrokenConnection, Connection, WrongAnswer
@@ -35,6 +39,8 @@ from bench.wire import BrokenConnection, Connection, WrongAnswer
 COMPLETION_SECONDS = 0.5  # Duration of a completion while the overhead is measured
 ROOM = 1000  # Groups of a batch, and episodes of a group: far more than any run begins, so nothing is ever learned
 COLUMNS = ("calls", "errors", "rps", "p50_ms", "p99_ms", "commit_p50_ms", "server_cpu", "generator_cpu", "lag_p99_ms")
+COUNTERS = ("cpu_s", "rss_mb", "commits", "commit_s", "commit_p50_ms", "commit_p99_ms")  # See `scripted.counters`
+PEER_EPISODES = 100  # Open at once, at the gateway and at the peer
 AT_ONCE = 32  # Episodes begun, and ended, at the same time
 JOB = {"batch_size": ROOM, "group_size": ROOM, "lease_seconds": 3600.0, "max_episode_seconds": 3600.0}
 ERRORS = (BrokenConnection, OSError, ValueError, LookupError, TypeError)
@@ -57,6 +63,7 @@ class Load:
     calls: int
     rate: float = 0.0  # Calls a second over all episodes; 0: the next call as soon as the last one is answered
     seconds: float = 0.0  # Duration of the scripted completion, which is not the server's cost
+    key: str = ""  # Of a server without episodes and counters, for all calls
 
 
 @dataclass(slots=True)
@@ -100,17 +107,17 @@ class Generator:
 
     async def run(self) -> dict[str, Any]:
         load = self.load
-        agents = [Agent(i, Connection(load.url), load.token) for i in range(load.episodes)]
+        agents = [Agent(i, Connection(load.url), load.key or load.token) for i in range(load.episodes)]
         await self.warm_up(agents[:8])
         before = await self.counters()
-        begin_s = await timed(agents, lambda agent: agent.begin(load.token))
+        begin_s = await timed(agents, self.begin)
         ready = await self.counters()
         gc.freeze()
         cpu, began = time.process_time(), time.perf_counter()
         await asyncio.gather(*(self.converse(agent, began) for agent in agents))
         seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
         after = await self.counters()
-        finish_s = await timed(agents, lambda agent: agent.finish(load.token))
+        finish_s = await timed(agents, self.finish)
         for agent in agents:
             agent.connection.close()
         plain, stream = ([1000 * (taken - load.seconds) for taken in self.taken[kind]] for kind in (False, True))
@@ -141,13 +148,21 @@ class Generator:
     async def warm_up(self, agents: Sequence[Agent]) -> None:
         """A few whole episodes that are not counted: imports, caches, and the generator's own code."""
         for agent in agents:
-            await agent.begin(self.load.token)
+            await self.begin(agent)
             for turn in range(2):
                 await self.call(agent, turn)
-            await agent.finish(self.load.token)
+            await self.finish(agent)
         if self.errors:
             raise SystemExit(f"{self.load.url} does not answer as scripted: {self.errors[0]}")
         self.taken = {False: [], True: []}
+
+    async def begin(self, agent: Agent) -> None:
+        if not self.load.key:
+            await agent.begin(self.load.token)
+
+    async def finish(self, agent: Agent) -> None:
+        if not self.load.key:
+            await agent.finish(self.load.token)
 
     async def converse(self, agent: Agent, began: float) -> None:
         """The calls of an episode. With a rate, each call is planned at a random time within its `period`."""
@@ -176,7 +191,9 @@ class Generator:
         self.taken[streams].append(reply.done - reply.sent)
 
     async def counters(self) -> dict[str, float]:
-        """The counters of the server's process."""
+        """The counters of the server's process; zeros where it has none."""
+        if self.load.key:
+            return dict.fromkeys(COUNTERS, 0.0)
         connection = Connection(self.load.url)
         found: dict[str, float] = (await connection.request("GET", "/counters", "")).json()
         connection.close()
@@ -245,11 +262,24 @@ def run(episodes: int, calls: int, share: float, folder: Path) -> dict[str, Any]
     }
 
 
+def against_peer(rounds: int, calls: int, folder: Path) -> dict[str, Any]:
+    """The capacity of the gateway and of LiteLLM's proxy under one load, in turn, and the median of their ratios."""
+    outcomes, ratios = dict[str, Any](), list[float]()
+    for k in range(1, rounds + 1):
+        outcomes[f"gateway {k}"] = mine = ours(PEER_EPISODES, calls, folder)
+        with tempfile.TemporaryDirectory(dir=folder) as made, litellm_peer.proxy(Path(made)) as url:
+            outcomes[f"LiteLLM {k}"] = peer = measure(Load(url, "", PEER_EPISODES, calls, key=litellm_peer.KEY))
+        ratios.append(round(mine["rps"] / peer["rps"], 2))
+    errors = sum(outcome["errors"] for outcome in outcomes.values())
+    return {"ratio": statistics.median(ratios), "ratios": ratios, "errors": errors, "outcomes": outcomes}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--episodes", type=int, default=1000, help="open at once")
     parser.add_argument("--calls", type=int, default=10, help="of each episode")
     parser.add_argument("--share", type=float, default=0.6, help="of the capacity, for the overhead")
+    parser.add_argument("--peer", type=int, metavar="ROUNDS", help="measure only the ratio to LiteLLM's proxy")
     parser.add_argument("--quick", action="store_true", help="a few calls, to see that everything works")
     parser.add_argument("--folder", type=Path, help="where the journals are written; its disk is part of the figure")
     parser.add_argument("--load", help=argparse.SUPPRESS)
@@ -257,9 +287,10 @@ def main() -> int:
     if given.load:
         print(json.dumps(asyncio.run(Generator(Load(**json.loads(given.load))).run())))
         return 0
-    load = (20, 3, 0.3) if given.quick else (given.episodes, given.calls, given.share)
+    load: tuple[int, int, float] = (20, 3, 0.3) if given.quick else (given.episodes, given.calls, given.share)
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
-        verdict = run(*load, Path(folder))
+        path = Path(folder)
+        verdict = against_peer(given.peer, given.calls, path) if given.peer else run(*load, path)
     report("gateway", verdict, grid(verdict["outcomes"], *COLUMNS))
     return 0 if verdict["errors"] == 0 else 1
 
