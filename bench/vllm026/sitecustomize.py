@@ -33,7 +33,7 @@ class BeforeEngine:
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: Any = None) -> None:
         if name == ENGINE:
-            sys.meta_path.remove(BeforeEngine)  # type: ignore[arg-type]
+            sys.meta_path.remove(BeforeEngine)
             change_vllm()
 
 
@@ -136,5 +136,5 @@ def run_next() -> None:
 
 
 if __name__ == "sitecustomize":
-    sys.meta_path.insert(0, BeforeEngine)  # type: ignore[arg-type]
+    sys.meta_path.insert(0, BeforeEngine)
     run_next()
