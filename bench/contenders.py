@@ -136,7 +136,7 @@ def vllm(given: argparse.Namespace) -> Figures:
     from vllm.inputs import tokens_input
 
     info = ModelInfo("large", given.model, "", CONTEXT, (), dtype="bfloat16")
-    settings = engine_settings(config(given), info, sampler_config(given), ComputeConfig())
+    settings = engine_settings(config(given), info, sampler_config(given).limits, ComputeConfig())
     alone = given.how == "alone"
     engine = LLM(**{key: value for key, value in settings.items() if not (alone and key in REPLICA_ONLY)})
     rates = {}

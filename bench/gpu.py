@@ -3,7 +3,8 @@
 `docs/benchmarks.md` has what ran on one: an earlier form of these pieces, and none of them in this form.
 
 * `sampler`: tests marked `gpu`, the ceilings of the card, and the embedded sampler at 64, 256 and 512 rows;
-* `vllm`: vLLM alone, as a replica uses it, and as that with seeds; needs an environment of the samplers;
+* `vllm`: vLLM alone, as a replica uses it, and as that with seeds; needs an environment of the samplers, which may have
+  vLLM 0.26 for PyTorch 2.11 (`bench/vllm026`);
 * `learning`: tokens a second and MFU beside `transformers` with packed rows, with Liger's kernels, and compiled;
 * `forest`: forests against rows with 1.4 billion parameters; the demo;
 * `cluster`: a replica, and one that shares its GPU: seconds of a publish, log-probabilities; the colocated demo.
@@ -32,6 +33,7 @@ from typing import Any
 import torch
 
 from agentjet.compute.backend import WORKER_VARIABLES
+from agentjet.compute.samplers import vllm_version
 from bench.machine import CASES
 from bench.random_model import FILES, make_model
 from tests.cluster.local_replica import sampler_python
@@ -39,7 +41,11 @@ from tests.cluster.local_replica import sampler_python
 PIECE_SECONDS, SMALL_SECONDS = 600.0, 600.0
 """Limits of a piece, and of a contender in miniature, which may share its machine with other programs."""
 VOCABULARY = 49_152  # All ids of SmolLM2's tokenizer
-NO_SAMPLER = "Needs vLLM: run `agentjet cluster install`, or set AGENTJET_SAMPLER_PYTHON to an interpreter that has it."
+OLDER_VLLM = Path(__file__).parent / "vllm026" / "python"
+NEEDS_VLLM = (
+    "Needs vLLM 0.32 or later, and {found}: run `agentjet cluster install`, or set AGENTJET_SAMPLER_PYTHON to an "
+    "interpreter that has it. Where PyTorch must stay 2.11, vllm==0.26.0 does, too"
+)
 WHOLE = {"small": "", "quick": "", "demo": "", "device": "cuda", "threads": "8"}
 WHOLE |= {"size": "1.4B", "forests": "turns8_large turns20_large shared_prompt_large"}
 SMALL = {"small": "--small", "quick": "--quick", "device": "cpu", "threads": "1", "forests": "turns8_large"}
@@ -56,11 +62,25 @@ def different(contenders: Sequence[Contender]) -> list[Contender]:
     return list(kinds.values())[::-1]
 
 
+def replica_python() -> tuple[str, str]:
+    """The interpreter of the samplers and the version of its vLLM; for 0.26 with the layer. Raises `LookupError`."""
+    python = sampler_python()
+    version = python and vllm_version(python)
+    if not python or not version:
+        raise LookupError(NEEDS_VLLM.format(found=f"{python} has none" if python else "there is none"))
+    release = version.split(".")[:2]
+    if release == ["0", "26"]:
+        if python != str(OLDER_VLLM):
+            os.environ["VLLM026_PYTHON"] = python
+        return str(OLDER_VLLM), version
+    if [*map(int, release)] < [0, 32]:
+        raise LookupError(NEEDS_VLLM.format(found=f"{python} has {version}"))
+    return python, version
+
+
 def words(command: str, out: Path, *, small: bool) -> list[str]:
-    """The command line of a contender. Raises `LookupError` if it needs the samplers' environment, which is missing."""
-    sampler = sampler_python() or ""
-    if "{sampler}" in command and not sampler:
-        raise LookupError(NO_SAMPLER)
+    """The command line of a contender. Raises `LookupError` if it needs a vLLM that is missing."""
+    sampler = replica_python()[0] if "{sampler}" in command else ""
     values = SMALL if small else WHOLE
     places = {"out": out, "model": out / values["size"], "sampler": sampler}
     values = values | {name: shlex.quote(str(path)) for name, path in places.items()}
@@ -124,6 +144,8 @@ def main() -> int:
     report = json.loads(kept.read_text()) if kept.exists() else {"bench": "gpu", "pieces": {}}
     report |= {"device": card.name if card else "cpu", "device_gb": card and round(card.total_memory / 1e9, 1)}
     report |= {"torch": torch.__version__, "cuda": torch.version.cuda}
+    with contextlib.suppress(LookupError):
+        report["vllm"] = replica_python()[1]
     failed = False
     for piece in given.only:
         found = report["pieces"].setdefault(piece, {})
