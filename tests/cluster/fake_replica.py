@@ -273,11 +273,11 @@ class FakeReplica:
         self._pass("leave")
         self._running = deque(one for one in self._running if one.link is not link)
 
-    def _score(self, tokens: np.ndarray, num_likeliest: int) -> list[TokenScore]:
+    def _score(self, tokens: np.ndarray, num_likeliest: int) -> tuple[int, list[TokenScore]]:
         self._pass("score")
         assert self._version is not None
         found = probe_scores(tokens.tolist(), self._weights)
-        return [TokenScore(one, ((FIRST_TOKEN, -0.5),)[:num_likeliest]) for one in found]
+        return self._version, [TokenScore(one, ((FIRST_TOKEN, -0.5),)[:num_likeliest]) for one in found]
 
     def _step(self) -> None:
         """Sample a token for each completion that has a place."""

@@ -150,7 +150,8 @@ class LocalReplica:
         return scores
 
     def score(self, tokens: Sequence[int], num_likeliest: int) -> list[TokenScore]:
-        scores: list[TokenScore] = self.do(self.peer.ask("score", POLICY, np.array(tokens, np.int32), num_likeliest))
+        found = self.do(self.peer.ask("score", POLICY, np.array(tokens, np.int32), num_likeliest))
+        scores: list[TokenScore] = found[1]
         return scores
 
     def sample(

@@ -32,7 +32,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 from agentjet.compute.weights import PROBE_DECODED, PROBE_TOKENS, probe_failure
 from agentjet.config import SamplerConfig
 from agentjet.errors import ComputeError, ConfigError, GrammarError, OutOfCache, PolicyRemoved, WorkerDied
-from agentjet.types import Sampled, SamplingParams
+from agentjet.types import Sampled, SamplingParams, TokenScore
 from tests.cluster.fake_replica import POLICY, Hooks, publication
 from tests.cluster.nursery import ForkServer
 from tests.cluster.scene import SLOW, all_of, run, scene
@@ -83,6 +83,38 @@ def test_a_replica_with_a_fault_is_replaced_and_harms_no_completion(server: Fork
                 await all_of(on.begin(6))  # A replica without work may hang unnoticed.
             await on.until(lambda: on.versions() == [2, 2])
             assert on.born.num_started <= 3 and not on.fleet.failed.done()
+
+    run(test())
+
+
+def test_a_score_of_weights_that_fail_the_probe_does_not_count(server: ForkServer) -> None:
+    """A replica answers a score that waited for the adoption before it is refused."""
+
+    async def test() -> None:
+        hooks = Hooks(adopt_seconds=0.05)
+        async with scene(server, 2, hooks=lambda n: replace(hooks, lies=(1,)) if n == 1 else hooks) as on:
+            await on.fleet.publish(publication(0))
+            await on.until(lambda: on.versions() == [0, 0])
+            liar = on.fleet.replicas[0]
+            assert liar.peer is not None
+            ask, num_asked = liar.peer.ask, 0
+
+            async def ask_late(op: str, *args: Any) -> Any:
+                nonlocal num_asked
+                if op != "score":
+                    return await ask(op, *args)
+                num_asked += 1
+                while not liar.is_adopting:
+                    await asyncio.sleep(0)
+                return 1, [TokenScore(0.0, ())]
+
+            liar.peer.ask = ask_late  # type: ignore[method-assign]
+            scores = [asyncio.create_task(on.replicas.score(range(9), 1)) for _ in range(4)]
+            while not num_asked:
+                await asyncio.sleep(0)
+            await on.fleet.publish(publication(1))
+            assert [len(one) for one in await asyncio.gather(*scores)] == [8] * 4
+            assert liar.end.done()
 
     run(test())
 

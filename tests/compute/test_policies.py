@@ -48,7 +48,7 @@ from agentjet.errors import (
 )
 from agentjet.processes import supervisor
 from agentjet.processes.guardian import ProcessEnd
-from agentjet.processes.rpc import Peer, ProcessRequest
+from agentjet.processes.rpc import Answer, Peer, ProcessRequest, encode
 from agentjet.processes.supervisor import CHECKS_PER_TIMEOUT, Watchdog
 from agentjet.timeline.batch import TrainingBatch
 from agentjet.timeline.forest import build_forest
@@ -461,6 +461,46 @@ async def test_a_worker_that_hangs_is_killed_at_once() -> None:
     with theirs, pytest.raises(WorkerHung, match=r"made no progress for 0.1 s .* and was killed; see worker\.log"):
         await ranks.ask("score", A)
     await asyncio.wait_for(process.ended, 10)
+    await ranks.close()
+
+
+@pytest.mark.parametrize("end", ["publish", "close", "crash"])
+async def test_a_score_waits_while_an_update_is_not_published(end: str) -> None:
+    """Its weights have no version."""
+    process = Stubborn()
+    ranks, theirs = await started(process, 60.0)
+    pending = ranks._peers[0].pending
+
+    def answer() -> None:
+        theirs.sendall(encode(Answer(next(iter(pending)))))
+
+    with theirs:
+        step = asyncio.ensure_future(ranks.ask("optim_step", A))
+        await asyncio.sleep(0)
+        scoring = asyncio.ensure_future(ranks.ask("score", A))
+        other = asyncio.ensure_future(ranks.ask("score", OTHERS[0]))
+        while len(pending) < 2:
+            await asyncio.sleep(0)
+        answer()
+        await step
+        assert {one.op for one in pending.values()} == {"score"} and len(pending) == 1
+        answer()
+        await other
+        if end == "publish":
+            publishing = asyncio.ensure_future(ranks.ask("publish", A))
+            for asked in (publishing, scoring):
+                while not pending:
+                    await asyncio.sleep(0)
+                answer()
+                await asked
+        elif end == "close":
+            await ranks.close()
+        else:
+            await process.stop()
+            theirs.close()
+        if end != "publish":
+            with pytest.raises(PolicyRemoved if end == "close" else WorkerDied):
+                await scoring
     await ranks.close()
 
 

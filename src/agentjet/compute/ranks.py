@@ -96,7 +96,9 @@ class Ranks:
         self._ending: asyncio.Task[None] | None = None
         self._stopping: asyncio.Task[None] | None = None
         self._unpublished: set[PolicyId] = set()
-        """Policies that were asked for an `optim_step` and not published since: their completions pause."""
+        """Policies that were asked for an `optim_step` and not published since: their completions and scores wait."""
+        self._pulse = asyncio.Event()
+        """Wakes scores that wait."""
 
     @property
     def has_ended(self) -> bool:
@@ -143,9 +145,12 @@ class Ranks:
         """Send a request to every rank; returns the answer of rank 0. Raises the error of any, or `WorkerDied`."""
         if op == "optim_step":
             self._unpublished.add(policy)
+        while op == "score" and policy in self._unpublished and not self.has_ended:
+            await self._pulse.wait()
         result = await self._ask_all(op, [self._send(op, policy, *args)] * len(self._peers))
         if op in RESUMING:
             self._unpublished.discard(policy)
+            self._wake()
         return result
 
     async def load_batch(self, policy: PolicyId, batch: TrainingBatch) -> None:
@@ -169,11 +174,16 @@ class Ranks:
         if self._end is None:
             what = f"the policy {self._policy} was removed" if self._policy else f"{self.names[0]} was ended"
             self._end = PolicyRemoved(what)
+            self._wake()
         for task in (*self._launches, self._watching):
             if task is not None:
                 task.cancel()
         async with self._starting:  # Launches that were cancelled stop their processes.
             await self._stop()
+
+    def _wake(self) -> None:
+        self._pulse.set()
+        self._pulse.clear()
 
     async def _stop(self) -> None:
         """Kill the processes that have not ended, and wait for their end."""
@@ -252,6 +262,7 @@ class Ranks:
         """End the ranks, because one ended or cannot go on."""
         if self._fallen is None and self._end is None:
             self._fallen = peer
+            self._wake()
             self._ending = asyncio.create_task(self._end_all(peer))
 
     async def _end_all(self, fallen: Peer) -> None:

@@ -28,7 +28,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 import numpy as np
 
@@ -330,8 +330,9 @@ class Replicas(Generic[AnyFleet]):
             replica = await self._place(work)
             assert replica.peer is not None
             try:
-                found: list[TokenScore] = await replica.peer.ask("score", self.fleet.policy, work.prompt, num_likeliest)
-                return found
+                version, scores = await replica.peer.ask("score", self.fleet.policy, work.prompt, num_likeliest)
+                await self.fleet.confirm(replica, version)
+                return cast(list[TokenScore], scores)
             except WorkerDied:
                 await self._leave_dead(replica, work, has_progressed=False)
             finally:

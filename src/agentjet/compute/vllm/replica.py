@@ -317,10 +317,12 @@ class ReplicaServer:
             for completion in self._completions.values():
                 self._put(completion, None)
 
-    async def _score(self, tokens: Any, num_likeliest: int) -> list[TokenScore]:
+    async def _score(self, tokens: Any, num_likeliest: int) -> tuple[int | None, list[TokenScore]]:
+        """Returns the version of the weights, which counts when it passed the probe, and the scores."""
         engine = self._sampling_engine()
         async with self._scoring:
-            return await engine.score(np.asarray(tokens, np.int32), num_likeliest)
+            scores = await engine.score(np.asarray(tokens, np.int32), num_likeliest)
+            return self._version, scores
 
     async def _sample(self, outbox: Outbox, id: int, tokens: Any, params: SamplingParams, num_sampled: int = 0) -> None:
         engine = self._sampling_engine()
