@@ -80,16 +80,19 @@ class DecodeGraphs:
 
     def _captured(self, policy: Policy, size: int) -> DecodeGraph | None:
         """Boundary: any exception under a compiler or a capture means that the step does without it."""
-        has_failed = any(graph and graph.compile_seconds is None for graph in self._graphs[policy].values())
+        has_failed = any(graph is None or graph.compile_seconds is None for graph in self._graphs[policy].values())
         compiler = None if has_failed else compiler_of(policy.device)
-        attempts = {compiler: "its decoder layers are not compiled"} if compiler else {}
-        for compiler, lost in {**attempts, None: "its steps are not CUDA graphs"}.items():
+        for attempt in [compiler, None] if compiler else [None]:
             try:
                 plan = PagedPlan(self._cache, size, size, self._width)
-                return DecodeGraph(policy, plan, self._last, self._pool, compiler)
+                return DecodeGraph(policy, plan, self._last, self._pool, attempt)
             except Exception as error:
-                reason = f"{type(error).__name__}: {first_line(error)}"
+                lost = "its decoder layers are not compiled" if attempt else "its steps are not CUDA graphs"
+                cause = getattr(error, "inner_exception", error)  # A compiler's own error.
+                reason = f"{type(cause).__name__}: {first_line(cause)}"
                 log.warning("%s: sampling is slower, %s: %s", policy.info.name, lost, reason)
+                if self._pool is not None:  # A failed capture may leave the old one open.
+                    self._pool = torch.cuda.graph_pool_handle()
         return None
 
 
