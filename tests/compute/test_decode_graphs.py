@@ -313,3 +313,16 @@ def test_a_step_runs_without_layers_that_cannot_be_compiled(
     assert seconds_of(sampler, policy) is None and seconds_of(sampler, policy, 9) is None, "it is tried once"
     (line,) = (one.getMessage() for one in caplog.records if "not compiled" in one.getMessage())
     assert "its decoder layers are not compiled" in line and reason in line
+
+
+def test_a_failed_trial_keeps_the_tokens_that_are_not_read(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layers of nine rows are compiled. As the first row ends, those of eight are tried during the next step."""
+    asked = {i: (tokens(i, 9), params_of(i)) for i in range(9)}
+    wanted = run(graph_sampler(policy, 9), asked)
+    compile_by("aot_eager", monkeypatch)
+    differences = iter([0.0, np.inf])
+    monkeypatch.setattr(decode_graphs, "distance", lambda found, wanted: next(differences))
+    sampler = graph_sampler(policy, 9)
+    check_same(run(sampler, asked), wanted, 1e-5)
+    assert seconds_of(sampler, policy, 9) and seconds_of(sampler, policy, 8) is None
+    assert next(differences, None) is None, "both were tried"

@@ -120,33 +120,37 @@ class DecodeGraph:
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"), routing(self._routes):
-            self._compute(policy)
+            self._compute(policy, compiler)
         self._graph = graph
 
     def _warm_up(self, policy: Policy) -> None:
         """Compile attention and layers, and allocate workspaces, which a capture must not."""
         unread = self._last.clone()
-        self._plan.fill_trial(probe_tokens(policy, BLOCK))
-        compiler, self._compiler = self._compiler, None
-        with routing(None):
-            self._compute(policy)
-        if compiler is not None:
-            began, self._compiler = time.monotonic(), compiler
-            with routing(recorded := RoutePass()), warnings.catch_warnings(action="ignore"):
-                found = self._compute(policy, began + COMPILE_SECONDS)[:BLOCK]
-            # Rounding changes choices of experts, so the model repeats those of the compiled layers.
-            self._compiler = None
-            with routing(RoutePass(recorded.chosen) if policy.info.routes is not None else None):
-                wanted = self._compute(policy)[:BLOCK]
-            difference = distance(found, wanted)
-            if not difference <= tolerance(policy.dtype, wanted):
-                raise ComputeError(f"their logits differ by {difference:.3f}")
-            self._compiler, self.compile_seconds = compiler, time.monotonic() - began
-            reported = policy.info.name, len(self._plan.tokens), self.compile_seconds
-            log.info("%s: decoder layers for steps of up to %d rows, compiled and tried in %.1f s", *reported)
-        with routing(None):
-            self._compute(policy)
-        self._last.copy_(unread)
+        try:
+            self._plan.fill_trial(probe_tokens(policy, BLOCK))
+            with routing(None):
+                self._compute(policy, None)
+            if self._compiler is not None:
+                self._try_layers(policy, self._compiler)
+            with routing(None):
+                self._compute(policy, self._compiler)
+        finally:
+            self._last.copy_(unread)
+
+    def _try_layers(self, policy: Policy, compiler: str) -> None:
+        """Compile the decoder layers. Raises `ComputeError` if their logits are not those of the model's own layers."""
+        began = time.monotonic()
+        with routing(recorded := RoutePass()), warnings.catch_warnings(action="ignore"):
+            found = self._compute(policy, compiler, began + COMPILE_SECONDS)[:BLOCK]
+        # Rounding changes choices of experts, so the model repeats those of the compiled layers.
+        with routing(RoutePass(recorded.chosen) if policy.info.routes is not None else None):
+            wanted = self._compute(policy, None)[:BLOCK]
+        difference = distance(found, wanted)
+        if not difference <= tolerance(policy.dtype, wanted):
+            raise ComputeError(f"their logits differ by {difference:.3f}")
+        self.compile_seconds = time.monotonic() - began
+        reported = policy.info.name, len(self._plan.tokens), self.compile_seconds
+        log.info("%s: decoder layers for steps of up to %d rows, compiled and tried in %.1f s", *reported)
 
     def launch(
         self,
@@ -158,7 +162,7 @@ class DecodeGraph:
         """Compute the next token of each row, and choose the one after it; see `PagedPlan.fill`."""
         self._plan.fill([(row, 1) for row in rows], rules, source)
         if self._graph is None:
-            self._compute(policy)
+            self._compute(policy, self._compiler)
             return
         self._graph.replay()
         if self._routes is not None and (present := present_routes()) is not None:
@@ -184,10 +188,10 @@ class DecodeGraph:
 
         return read
 
-    def _compute(self, policy: Policy, deadline: float = float("inf")) -> Tensor:
+    def _compute(self, policy: Policy, compiler: str | None, deadline: float = float("inf")) -> Tensor:
         source = self._plan.source
         tokens = torch.where(source >= 0, self._last[source.clamp(min=0)], self._plan.tokens)
-        with _compiled_layers(policy, self._compiler, deadline):
+        with _compiled_layers(policy, compiler, deadline):
             hidden = flat_forward(policy.decoder, tokens, self._plan.positions, self._plan)
         self._logits = policy.head(hidden)
         self._chosen = choose_in_graph(self._logits, self._plan.temperatures, self._plan.uniforms)
