@@ -3,7 +3,8 @@
 Each is a process, so that neither the memory nor the compiled code of another one counts:
 
 * `ceilings`: bytes a second of a copy, and operations a second of a product of bfloat16 matrices;
-* `sampler`: the embedded sampler with `--rows` completions at a time, and what fills a step on the GPU;
+* `sampler`: the embedded sampler with `--rows` completions at a time, and what fills a step on the GPU, with compiled
+  decoder layers (`compile_seconds` is null if none are compiled) and without them;
 * `vllm`: vLLM's own API, with its defaults (`alone`), as a replica uses it, or as that with a seed a request; to be run
   by the interpreter of the samplers;
 * `learn`: steps of our learner, or of `transformers` with packed rows, alone, with Liger's kernels, or compiled. Rows
@@ -83,9 +84,21 @@ def ceilings(given: argparse.Namespace) -> Figures:
 
 
 def sampler(given: argparse.Namespace) -> Figures:
-    (rows,), settings = given.rows, sampler_config(given)
-    ours = our_sampler(given.model, config(given).threads, max_concurrent=rows, cache_tokens=int(settings.cache_tokens))
-    ids, seconds = itertools.count(), []
+    """With compiled decoder layers, and at `uncompiled` without them."""
+    from agentjet.compute import decode_graphs
+
+    rows, cache_tokens = given.rows[0], int(sampler_config(given).cache_tokens)
+    ours = our_sampler(given.model, config(given).threads, max_concurrent=rows, cache_tokens=cache_tokens)
+    figures = sampler_figures(given, ours)
+    graph = ours._graphs.of(ours.policy, rows) if ours._graphs is not None else None
+    compiled = {"compile_seconds": graph.compile_seconds if graph is not None else None}
+    decode_graphs.compiler_of = lambda device: None
+    plain = type(ours)(ours.policy, rows, cache_tokens)
+    return {"rows": rows, **compiled, **figures, "uncompiled": sampler_figures(given, plain)}
+
+
+def sampler_figures(given: argparse.Namespace, ours: ModelSampler) -> Figures:
+    rows, ids, seconds = given.rows[0], itertools.count(), []
 
     def submit(seed: int) -> None:
         ours.invalidate()
@@ -106,7 +119,7 @@ def sampler(given: argparse.Namespace) -> Figures:
         pass
     step = timed(lambda: [ours.step() for _ in range(10)])[0] / 10
     kernels = step_kernels(ours) if device() == "cuda" else {}
-    return {"rows": rows, "tokens_s": rows * given.new / min(seconds[1:]), "step_ms": 1000 * step, **kernels}
+    return {"tokens_s": rows * given.new / min(seconds[1:]), "step_ms": 1000 * step, **kernels}
 
 
 def step_kernels(ours: ModelSampler, steps: int = 5) -> Figures:

@@ -4,11 +4,16 @@
 2. a step is launched from the tokens of the one before while those are not read, and nothing else changes: tokens,
    log-probabilities, ends, cancels, new weights, other completions, and a cache that is too small;
 3. a step that a graph cannot choose for (grammars, `top_p`, routes, rows with several completions) waits;
-4. an end is found one step late: its extra token is dropped, and its row is a prefix for later prompts.
+4. an end is found one step late: its extra token is dropped, and its row is a prefix for later prompts;
+5. compiled decoder layers sample the same tokens and routes, within rounding; they see weights that change in place,
+   and the model keeps its own layers, and is freed with its policy;
+6. where a compiler fails, takes too long or computes something else, a step runs without it, and a log has the reason.
 """
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,14 +24,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from agentjet.compute import cached_attention
+from agentjet.compute import cached_attention, decode_graphs
 from agentjet.compute.cache import BLOCK
-from agentjet.compute.model import BaseModel
+from agentjet.compute.model import BaseModel, decoder_layers
 from agentjet.compute.policy import Policy
 from agentjet.compute.sampler import ModelSampler, NewToken
 from agentjet.compute.token_choice import ChoiceRules, choose_in_graph, sample_tokens
 from agentjet.types import SamplingParams
-from tests.compute.conftest import Requests, check_same, make_policy, model_config, run, tokens, with_random_adapter
+from tests.compute.conftest import (
+    Requests,
+    check_same,
+    complete,
+    make_endless,
+    make_policy,
+    model_config,
+    run,
+    tokens,
+    with_random_adapter,
+)
 
 
 def masked_attention(query: Tensor, keys: Tensor, values: Tensor, *tables: Any) -> Tensor:
@@ -206,3 +221,108 @@ def test_the_extra_token_is_dropped_and_its_row_is_a_prefix(policy: Policy) -> N
         check_same(found, run(ModelSampler(policy, 8, 4096), {1: (later, params)}), 1e-5)
     finally:
         policy.end_tokens = before
+
+
+def compile_by(compiler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compile the decoder layers of later samplers by this backend of `torch.compile`; None for none."""
+    monkeypatch.setattr(decode_graphs, "compiler_of", lambda device: compiler)
+
+
+def seconds_of(sampler: ModelSampler, policy: Policy, num_rows: int = 5) -> float | None:
+    """The seconds in which the layers of these steps were compiled."""
+    assert sampler._graphs is not None
+    graph = sampler._graphs.of(policy, num_rows)
+    assert graph is not None
+    return graph.compile_seconds
+
+
+@pytest.mark.parametrize(
+    "compiler", ["aot_eager", pytest.param("inductor", marks=[pytest.mark.thorough, pytest.mark.needs("compiler")])]
+)
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [("tiny", {"activation_checkpointing": True}), ("tiny", {"rank": 4}), ("qwen3_moe", {}), ("qwen3", {})],
+    ids=["recomputing", "an adapter", "experts", "norms of queries"],
+)
+def test_compiled_layers_sample_what_the_model_samples(
+    folder_of: Callable[[str], Path],
+    kind: str,
+    settings: dict[str, Any],
+    compiler: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    policy = make_endless(folder_of(kind), **settings)
+    if "rank" in settings:
+        with_random_adapter(policy, 1)
+    layers = decoder_layers(policy, "")
+    forwards = [vars(layer).get("forward") for layer in layers]
+    asked = requests(5, routes_from=0 if policy.records_routes else None)
+    compiled = found = None
+    for weight in (1.0, 1.3):
+        with torch.no_grad():
+            for parameter in policy.trainable().values():
+                parameter.mul_(weight)
+        compile_by(None, monkeypatch)
+        wanted = complete(sampler := graph_sampler(policy), asked)
+        assert seconds_of(sampler, policy) is None
+        if compiled is None:
+            compile_by(compiler, monkeypatch)
+            compiled = graph_sampler(policy)
+        compiled.invalidate(policy)
+        before, found = found, complete(compiled, asked)
+        assert found != before
+        for id, new in wanted.items():
+            assert [one.token for one in found[id]] == [one.token for one in new]
+            assert [one.logprob for one in found[id]] == pytest.approx([one.logprob for one in new], abs=1e-5)
+            for ours, theirs in zip(found[id], new, strict=True):
+                assert np.array_equal(ours.routes, theirs.routes) and policy.records_routes is (ours.routes is not None)
+        assert seconds_of(compiled, policy)
+    assert [vars(layer).get("forward") for layer in layers] == forwards
+    decoder = weakref.ref(policy.decoder)
+    del policy, layers, parameter, sampler, compiled, forwards
+    gc.collect()
+    assert decoder() is None
+
+
+def fails(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+    raise RuntimeError("no compiler here")
+
+
+def reverses(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+    """A compiler whose layers return their results in another order."""
+    return lambda *given: tuple(result.flip(-1) for result in graph.forward(*given))
+
+
+@pytest.mark.parametrize(
+    ("compiler", "seconds", "reason"),
+    [(fails, 9.0, "no compiler here"), (reverses, 9.0, "their logits differ by"), ("aot_eager", -1.0, "not all are")],
+)
+def test_a_step_runs_without_layers_that_cannot_be_compiled(
+    policy: Policy,
+    compiler: Any,
+    seconds: float,
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    wanted = run(graph_sampler(policy), requests(5))
+    compile_by(compiler, monkeypatch)
+    monkeypatch.setattr(decode_graphs, "COMPILE_SECONDS", seconds)
+    sampler = graph_sampler(policy, max_concurrent=9)
+    check_same(run(sampler, requests(5)), wanted, 1e-5)
+    assert seconds_of(sampler, policy) is None and seconds_of(sampler, policy, 9) is None, "it is tried once"
+    (line,) = (one.getMessage() for one in caplog.records if "not compiled" in one.getMessage())
+    assert "its decoder layers are not compiled" in line and reason in line
+
+
+def test_a_failed_trial_keeps_the_tokens_that_are_not_read(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layers of nine rows are compiled. As the first row ends, those of eight are tried during the next step."""
+    asked = {i: (tokens(i, 9), params_of(i)) for i in range(9)}
+    wanted = run(graph_sampler(policy, 9), asked)
+    compile_by("aot_eager", monkeypatch)
+    differences = iter([0.0, np.inf])
+    monkeypatch.setattr(decode_graphs, "distance", lambda found, wanted: next(differences))
+    sampler = graph_sampler(policy, 9)
+    check_same(run(sampler, asked), wanted, 1e-5)
+    assert seconds_of(sampler, policy, 9) and seconds_of(sampler, policy, 8) is None
+    assert next(differences, None) is None, "both were tried"

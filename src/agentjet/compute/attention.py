@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, cast
 
@@ -91,6 +92,32 @@ class AttentionPlan(Protocol):
         """Returns [N, H, E]."""
 
 
+running_layer: ContextVar[tuple[nn.Module, AttentionPlan]] = ContextVar("running_layer")
+"""The compiled decoder layer that this thread runs, and its plan."""
+
+
+@torch.library.custom_op("agentjet::attend", mutates_args=())
+def attend_opaquely(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    sliding_window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """`_attention` as one operator of a compiled layer. Layer and plan are not part of the compiled code."""
+    layer, plan = running_layer.get()
+    module = next(part for part in layer.modules() if hasattr(part, "layer_idx") and hasattr(part, "config"))
+    out, _ = _attention(module, query, key, value, None, scaling, plan, sliding_window, softcap, sinks)
+    return out.contiguous()
+
+
+@attend_opaquely.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, *_: object) -> Tensor:
+    return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
+
+
 def _attention(
     module: nn.Module,
     query: Tensor,
@@ -110,6 +137,8 @@ def _attention(
     """
     if unsupported := [name for name in UNSUPPORTED_ARGUMENTS if unused.get(name) is not None]:
         raise NotImplementedError(f"attention with {', '.join(unsupported)}")
+    if torch.compiler.is_compiling():
+        return attend_opaquely(query, key, value, scaling, sliding_window, softcap, s_aux), None
     assert plan is not None, "this model runs under an attention plan only"
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     layer: int = module.layer_idx  # type: ignore[assignment]

@@ -1,7 +1,6 @@
 """The attention plans of sampling: a step's tokens attend to the cache. `StepPlan` runs on a CPU, `PagedPlan` on CUDA.
 
-`DecodeGraphs` are CUDA graphs of steps under a `PagedPlan`, with the choice of the tokens. A layer's window or chunk
-hides the keys before it, and a cache keeps them: the blocks of a row belong to all layers.
+A layer's window or chunk hides the keys before it, and a cache keeps them: the blocks of a row belong to all layers.
 
 Shapes: N tokens, R rows, B blocks of the cache, Q queries, L keys, H heads, K key heads, D widths, T tiles of queries,
 W blocks of a tile.
@@ -10,11 +9,9 @@ W blocks of a tile.
 from __future__ import annotations
 
 import functools
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -32,18 +29,14 @@ from agentjet.compute.attention import (
     LayerCall,
     ScoreMod,
     attend_part,
-    flat_forward,
     soft_cap,
     with_sinks,
 )
 from agentjet.compute.cache import BLOCK, CacheRow, KeyValueCache
 from agentjet.compute.cached_states import StepRecurrence
-from agentjet.compute.policy import KeySizes, Policy, first_line
-from agentjet.compute.routes import RoutePass, present_routes, routing
-from agentjet.compute.token_choice import ChoiceRules, choose_in_graph
+from agentjet.compute.policy import KeySizes
+from agentjet.compute.token_choice import ChoiceRules
 from agentjet.timeline.forest import Row, build_forest
-
-log = logging.getLogger(__name__)
 
 BLOCKS_PER_CALL = 64
 """Blocks of one attention call. Gathered blocks of this number still fit into the processor's cache."""
@@ -187,8 +180,6 @@ def _at(stored: Tensor, where: slice | Tensor, width: int) -> Tensor:
     return chosen[:, :, :width]
 
 
-SIZES = (8, 64, 128, 256, 512)
-"""Numbers of rows of the graphs, up to the first one that suffices for all completions."""
 MAX_KERNELS = 64
 """Largest number of compiled kernels of either kind of step."""
 
@@ -256,6 +247,13 @@ class PagedPlan:
                     seen = blocks[np.isin(owners, inside)]
                     table[tile, : len(seen)], count[tile] = seen, len(seen)
         host.copy_to(self._vector)
+
+    def fill_trial(self, tokens: Tensor) -> None:
+        """Take the tokens [BLOCK] of one sequence, one a row, in the cache's spare block. Further rows repeat them."""
+        self.fill([])
+        at = torch.arange(len(self.tokens), device=tokens.device) % BLOCK
+        for table, values in ((self.tokens, tokens[at]), (self.positions, at), (self._slot, at)):
+            table.copy_(values)
 
     def attend(self, call: LayerCall) -> Tensor:
         keys, values = self._cache.of_layer(call.layer)
@@ -469,125 +467,3 @@ def difference_beyond(call: LayerCall, kind: AttentionKind, dtype: torch.dtype) 
         found.append(plan.attend(replace(call, query=query, key=key, value=value, kind=kind)))
         row.filled = num_past + own.stop
     return float((torch.cat(found).float().cpu() - wanted).abs().max() / wanted.abs().max())
-
-
-class DecodeGraphs:
-    """CUDA graphs of the steps in which each row of one policy computes and chooses one token.
-
-    A CUDA graph launches a whole step at once. Launched one by one, the kernels of a small model take longer to start
-    than to run. Graphs are captured for a few numbers of rows; a step takes the next larger one, and its other rows are
-    padding. On a CPU the same steps run without graphs, for tests.
-    """
-
-    def __init__(self, cache: KeyValueCache, max_rows: int, context: int) -> None:
-        self._cache = cache
-        self._sizes = [size for i, size in enumerate(SIZES) if i == 0 or SIZES[i - 1] < max_rows]
-        self._width = -(-min(context, cache.max_tokens) // BLOCK)
-        self._pool = torch.cuda.graph_pool_handle() if cache.device.type == "cuda" else None
-        self._last = torch.zeros(self._sizes[-1], dtype=torch.int32, device=cache.device)
-        """The tokens that the last step has chosen."""
-        self._graphs: WeakKeyDictionary[Policy, dict[int, DecodeGraph | None]] = WeakKeyDictionary()
-
-    def of(self, policy: Policy, num_rows: int) -> DecodeGraph | None:
-        """Returns the graph of steps of this number of rows; None if they cannot be a graph."""
-        size = next((size for size in self._sizes if size >= num_rows), None)
-        if size is None:
-            return None
-        graphs = self._graphs.setdefault(policy, {})
-        if size not in graphs:
-            graphs[size] = self._captured(policy, size)
-        return graphs[size]
-
-    def forget(self, policy: Policy) -> None:
-        """Drop the graphs of a policy if its weights are at other addresses than when they were captured."""
-        graphs = self._graphs.get(policy, {})
-        if any(graph and graph.addresses != _addresses(policy) for graph in graphs.values()):
-            del self._graphs[policy]
-
-    def _captured(self, policy: Policy, size: int) -> DecodeGraph | None:
-        """Boundary: any exception of the model's code under capture means that its steps are not graphs."""
-        try:
-            plan = PagedPlan(self._cache, size, size, self._width)
-            return DecodeGraph(policy, plan, self._last, self._pool)
-        except Exception as error:
-            reason = f"{type(error).__name__}: {first_line(error)}"
-            log.warning("%s: sampling is slower, its steps are not CUDA graphs: %s", policy.info.name, reason)
-            return None
-
-
-class DecodeGraph:
-    """A captured step: decoder, head and choice. It holds no policy, so that a removed one is freed."""
-
-    def __init__(self, policy: Policy, plan: PagedPlan, last: Tensor, pool: Any) -> None:
-        self.addresses = _addresses(policy)
-        self._plan = plan
-        self._last = last
-        self._graph: Any = None
-        self._routes = RoutePass() if policy.records_routes else None
-        if last.device.type != "cuda":
-            return
-        unread = last.clone()
-        plan.fill([])
-        stream: Any = cast(Any, torch.cuda).Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        # Compiles attention and allocates workspaces, which a capture must not.
-        with torch.cuda.stream(stream), routing(None):
-            for _ in range(2):
-                self._compute(policy)
-        torch.cuda.current_stream().wait_stream(stream)
-        last.copy_(unread)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"), routing(self._routes):
-            self._compute(policy)
-        self._graph = graph
-
-    def launch(
-        self,
-        policy: Policy,
-        rows: Sequence[CacheRow],
-        rules: ChoiceRules | None = None,
-        source: NDArray[np.int64] | None = None,
-    ) -> None:
-        """Compute the next token of each row, and choose the one after it; see `PagedPlan.fill`."""
-        self._plan.fill([(row, 1) for row in rows], rules, source)
-        if self._graph is None:
-            self._compute(policy)
-            return
-        self._graph.replay()
-        if self._routes is not None and (present := present_routes()) is not None:
-            present.repeat(self._routes, len(rows))
-
-    @property
-    def logits(self) -> Tensor:
-        """Logits [size, V] of the last launch. The next launch of any graph overwrites them."""
-        return self._logits
-
-    def chosen(self) -> ReadTokens:
-        """Returns a function that waits for the tokens [size] of the last launch, and their log-probabilities."""
-        on_host = self._chosen.to("cpu", non_blocking=True)
-        copied = cast(Any, torch.cuda).Event() if self._graph is not None else None
-        if copied is not None:
-            copied.record()
-
-        def read() -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-            if copied is not None:
-                copied.synchronize()
-            tokens, logprobs = on_host.numpy()
-            return tokens, logprobs.view(np.float32)
-
-        return read
-
-    def _compute(self, policy: Policy) -> None:
-        source = self._plan.source
-        tokens = torch.where(source >= 0, self._last[source.clamp(min=0)], self._plan.tokens)
-        self._logits = policy.head(flat_forward(policy.decoder, tokens, self._plan.positions, self._plan))
-        self._chosen = choose_in_graph(self._logits, self._plan.temperatures, self._plan.uniforms)
-        self._last[: len(tokens)] = self._chosen[0]
-
-
-ReadTokens = Callable[[], tuple[NDArray[np.int32], NDArray[np.float32]]]
-"""Returns tokens and log-probabilities, when a device has chosen them."""
-
-
-def _addresses(policy: Policy) -> tuple[int, ...]:
-    return tuple(tensor.data_ptr() for tensor in policy.sampled_from())

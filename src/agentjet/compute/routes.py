@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from agentjet.compute.attention import running_layer
 from agentjet.compute.policy import PROBE_TOKENS, Policy, distance, first_line, probe_tokens, tolerance
 from agentjet.types import RouteShape
 
@@ -71,11 +72,15 @@ class RoutePass:
             return 0, 0
         return int(sum(self._differing.values())), int((self._replayed >= 0).sum())
 
+    def record(self, number: int, chosen: Tensor) -> None:
+        """Add the choices [..., K] of the next tokens of a router."""
+        self._chosen.setdefault(number, []).append(chosen.reshape(-1, chosen.shape[-1]))
+
     def choose(self, number: int, scores: Tensor, own: Any) -> Any:
         """Returns the result of `topk` over scores [..., E] of experts, given the router's own one."""
         found: Tensor = own.indices
         if self._replayed is None:
-            self._chosen.setdefault(number, []).append(found.reshape(-1, found.shape[-1]))
+            self.record(number, found)
             return own
         wanted = self._replayed[:, number].view(found.shape)
         is_other = (wanted[..., None] != found[..., None, :]).all(-1) & (wanted >= 0)
@@ -122,6 +127,10 @@ class _Answers(TorchFunctionMode):
             router.sizes.append(scores.shape[-1])
             router.num_choices = own.indices.shape[-1]
             return own
+        if self._present is _COMPILING:
+            if self._num_calls < len(router.sizes):
+                return own
+            return torch.return_types.topk((own.values, record_opaquely(own.indices)))
         size, num_experts = scores.shape[-1], router.sizes[-1]
         if self._num_calls == len(router.sizes):
             return self._present.choose(router.number, scores, own)
@@ -131,6 +140,8 @@ class _Answers(TorchFunctionMode):
 
 
 _OBSERVING = RoutePass()
+_COMPILING = RoutePass()
+"""Stands for the pass that runs the compiled code. Compiled layers record and do not repeat."""
 
 
 _present: ContextVar[RoutePass | None] = ContextVar("routes", default=None)
@@ -150,6 +161,20 @@ def routing(present: RoutePass | None) -> Iterator[None]:
 def present_routes() -> RoutePass | None:
     """Returns the choices of the pass that this thread computes; None if they are not recorded or repeated."""
     return _present.get()
+
+
+@torch.library.custom_op("agentjet::record_routes", mutates_args=())
+def record_opaquely(chosen: Tensor) -> Tensor:
+    """Records choices of the running layer's router, as one operator of compiled code. Returns them."""
+    if (present := present_routes()) is not None:
+        router = next(one for part in running_layer.get()[0].modules() if (one := vars(part).get("agentjet_router")))
+        present.record(router.number, chosen.clone())  # Compiled code reuses the memory of its results.
+    return chosen.clone()
+
+
+@record_opaquely.register_fake
+def _(chosen: Tensor) -> Tensor:
+    return torch.empty_like(chosen)
 
 
 def install(decoder: nn.Module) -> dict[str, nn.Module]:
@@ -173,7 +198,8 @@ def _chooses(module: nn.Module) -> bool:
 def _replaced(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        router, present = self.__dict__.get("agentjet_router"), present_routes()
+        router = self.__dict__.get("agentjet_router")
+        present = _COMPILING if torch.compiler.is_compiling() else present_routes()
         if router is None or present is None:
             return original(self, *args, **kwargs)
         with _Answers(router, present):

@@ -29,8 +29,9 @@ from torch import Tensor, nn
 
 from agentjet.compute.attention import AttentionPlan, flat_forward
 from agentjet.compute.cache import CacheRow, KeyValueCache
-from agentjet.compute.cached_attention import DecodeGraphs, ReadTokens, Spans, step_inputs
+from agentjet.compute.cached_attention import Spans, step_inputs
 from agentjet.compute.cached_states import StateSlots
+from agentjet.compute.decode_graphs import DecodeGraphs, ReadTokens
 from agentjet.compute.memory import STATES_PER_COMPLETION
 from agentjet.compute.model import copied_modules
 from agentjet.compute.policy import PROBE_TOKENS, Policy, distance, first_line, probe_tokens, tolerance
