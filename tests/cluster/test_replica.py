@@ -43,7 +43,6 @@ from tests.cluster.local_replica import (
     raw_logprobs,
     running,
     sampler_python,
-    without_weight,
 )
 from tests.tiny import make_model
 
@@ -84,9 +83,18 @@ class World:
         return self.models[self.version]
 
 
-@pytest.fixture(scope="module", params=[(), (ASYNC_PATH,)], ids=["", "async"])
+REPLICAS: dict[str, tuple[tuple[Path, ...], str]] = {
+    "": ((), "file"),
+    "async": ((ASYNC_PATH,), "file"),
+    "ipc": ((), "ipc"),
+    "nccl": ((), "nccl"),
+}
+
+
+@pytest.fixture(scope="module", params=REPLICAS.values(), ids=REPLICAS)
 def world(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[World]:
-    """A replica as on a CPU, then one with the scheduling of GPUs."""
+    """A replica as on a CPU, one with the scheduling of GPUs, and those that get their weights without a file."""
+    paths, transfer = request.param
     folder = tmp_path_factory.mktemp("replica")
     config = ModelConfig(
         name=str(make_model(folder / "tiny", hidden=64)), device="cpu", dtype="float32", threads=1,
@@ -98,8 +106,9 @@ def world(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
     info = load_policy(config).info
     GenerationConfig(eos_token_id=[*range(100, 200)]).save_pretrained(config.name)  # Must not end completions.
     assert PYTHON is not None
-    with LocalReplica(PYTHON, folder / "log", *request.param) as replica:
-        replica.load(config, info, SamplerConfig(max_concurrent=8, cache_tokens=4096), ComputeConfig())
+    with LocalReplica(PYTHON, folder / "log", *paths) as replica:
+        compute = ComputeConfig.model_validate({"weight_transfer": transfer, "colocated": transfer == "ipc"})
+        replica.load(config, info, SamplerConfig(max_concurrent=8, cache_tokens=4096), compute)
         with pytest.raises(ComputeError, match="no weights yet"):
             replica.sample(Wanted([5, 6], SamplingParams(max_tokens=2)))
         with pytest.raises(ComputeError, match="no weights yet"):
@@ -358,9 +367,8 @@ def test_z_a_publication_without_a_weight_ends_the_replica(world: World) -> None
     sockets = {Path(one.laddr) for process in family for one in process.net_connections("unix") if one.laddr}
     segments = {Path(one.path) for process in family for one in process.memory_maps() if "/dev/shm/" in one.path}
     assert len(family) >= 3 and any(path.exists() for path in sockets)
-    whole = world.replica.publish(world.model, 9)
     with pytest.raises(ComputeError, match="lack 1 parameters"):
-        world.replica.adopt(without_weight(whole, "model.norm.weight"))
+        world.replica.adopt(world.replica.publish(world.model, 9, without="model.norm.weight"))
     assert world.replica.process.wait(60) != 0
     assert not psutil.wait_procs(family[1:], timeout=60)[1]
     assert not [path for path in sockets | segments if path.exists()]
