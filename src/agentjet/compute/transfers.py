@@ -59,13 +59,14 @@ class SharedWeights:
     def handles(self, weights: Mapping[str, Tensor], model: nn.Module) -> bytes:
         """Returns handles for `shared_weights`. Weights that are memory of the model are not copied."""
         own = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}
+        copied = {name for name, weight in weights.items() if weight.untyped_storage().data_ptr() not in own}
         for name, weight in weights.items():
             tensor = weight.detach()
-            if tensor.untyped_storage().data_ptr() not in own:
+            if name in copied:
                 tensor = self._copies.setdefault(name, torch.empty_like(tensor)).copy_(tensor)
             if self._handles.get(name, (0,))[0] != tensor.data_ptr():
                 handle = _handle(tensor)
-                self._handles[name] = tensor.data_ptr(), handle  # On a CPU the address is another one now.
+                self._handles[name] = tensor.data_ptr(), handle  # On a CPU the memory has moved.
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return pickle.dumps({name: self._handles[name][1] for name in weights})
