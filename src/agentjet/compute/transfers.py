@@ -1,9 +1,11 @@
 """Transfers: how rank 0's weights reach vLLM's workers without a file. Both ends of each way; see `compute.weights`.
 
 * `ipc`: a worker reads the weights where the rank has them, on the same device: `SharedWeights`, `shared_weights`. A
-  worker must read them only while the rank does not change them. `colocated` ensures it: replicas are suspended then.
+  worker must read them only while the rank does not change them. `colocated` ensures it: replicas are suspended while a
+  batch is learned. A new replica that reads while a checkpoint is loaded may get a mixture, and fails its probe.
 * `nccl`: rank 0 broadcasts its file to the workers of one replica, one tensor after the other: `send`, `received`. A
   group of NCCL on GPUs, of gloo on CPUs, lasts for one adoption. Its traffic is neither authenticated nor encrypted.
+  No digest is computed of what arrives: the probe is the test of the weights.
 
 Never run on a GPU. On CPUs tests run all of this except the lines for CUDA.
 """
@@ -34,8 +36,8 @@ LIMIT = timedelta(seconds=STALL_SECONDS)
 """Limit of a wait for the other processes of a stream: until they join, and for each tensor."""
 AHEAD = 3
 """Broadcasts that begin before the present one ends."""
-POLL_SECONDS = 0.001
-"""Time between two looks at a broadcast that runs."""
+POLL_MS = 1.0
+"""Milliseconds between two looks at a broadcast that runs."""
 _CUDA: Any = reductions
 """Torch's own handles of tensors on a GPU. They have no types."""
 
@@ -105,6 +107,8 @@ def send(connection: socket.socket, path: Path, num_workers: int, host: str, dev
     from agentjet.compute.group import Rendezvous  # With libraries that vLLM's environment lacks.
 
     tune(connection, unanswered_seconds=UNANSWERED_SECONDS)
+    end = select.poll()
+    end.register(connection, select.POLLIN)  # It sends nothing more until it closes the connection.
     if device.type == "cuda":
         torch.cuda.set_device(device)  # Of this thread.
     with safe_open(path, framework="pt") as file:
@@ -120,10 +124,10 @@ def send(connection: socket.socket, path: Path, num_workers: int, host: str, dev
             sent = (tensor.reshape(-1).view(torch.uint8).to(device) for tensor in tensors.values())
             for _, broadcast in _broadcasts(group, sent):
                 while not broadcast.is_completed():
-                    if select.select([connection], [], [], POLL_SECONDS)[0]:
+                    if end.poll(POLL_MS):
                         raise ComputeError("the replica ended")
                 broadcast.wait(LIMIT)
-        select.select([connection], [], [])  # The workers may still read.
+        end.poll()  # The workers may still read.
     except (RuntimeError, ComputeError) as error:
         raise ComputeError(f"{path.name} was not sent to a replica: {error}") from error
     finally:

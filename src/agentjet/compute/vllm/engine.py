@@ -566,9 +566,9 @@ class Source(WeightTransferUpdateInfo):  # type: ignore[misc]
     path: str = ""
     """A safetensors file of this machine."""
     handles: bytes = b""
-    """Of memory of the rank, on the device of this worker."""
+    """Handles of memory of the rank, on the device of this worker."""
     stream: dict[str, Any] | None = None
-    """Arguments of `received`: rank 0 sends them."""
+    """Arguments of `received`, to which rank 0 sends the weights."""
 
 
 class Transfer(WeightTransferEngine[NoInit, Source]):  # type: ignore[misc]
