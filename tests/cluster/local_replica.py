@@ -96,7 +96,7 @@ class LocalReplica:
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         self._folder = SharedFolder(places()[0])
-        self._transfer = "file"
+        self.transfer = "file"
         self._shared: dict[Any, SharedWeights] = {}
         """By model: each is that of a rank."""
         command = (python, "-m", "agentjet.compute.vllm.replica")
@@ -127,7 +127,7 @@ class LocalReplica:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(seconds)
 
     def load(self, model: ModelConfig, info: ModelInfo, sampler: SamplerConfig, compute: ComputeConfig) -> None:
-        self._transfer = compute.weight_transfer
+        self.transfer = compute.weight_transfer
         self.do(self.peer.ask("load", POLICY, model, info, sampler, compute), START_SECONDS)
 
     def publish(self, model: Any, version: int, *, without: str = "") -> Publication:
@@ -139,7 +139,7 @@ class LocalReplica:
         adapter, handles = "", b""
         if hasattr(model, "peft_config"):
             adapter = write_adapter(model, None, path)
-        elif self._transfer == "ipc":
+        elif self.transfer == "ipc":
             weights = file_weights(model, model.state_dict())
             weights.pop(without, None)
             handles = self._shared.setdefault(model, SharedWeights()).handles(weights, model)

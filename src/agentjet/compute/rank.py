@@ -267,7 +267,7 @@ def publish(
     """Write the weights of a version for the replicas, with all ranks; returns the publication on rank 0.
 
     `server` is that of rank 0, which writes the weights of all ranks. `is_hot` is the result of `publishes_adapter`.
-    All weights are not written if they are `shared`. Raises `ComputeError` for a file that cannot be written.
+    With `shared`, whole weights stay in memory that the replica reads. Raises `ComputeError` if neither is possible.
     """
     policy = learner.policy
     tokens = probe_tokens(policy, PROBE_TOKENS).cpu().numpy().astype(np.int32)

@@ -38,6 +38,7 @@ AHEAD = 3
 """Broadcasts that begin before the present one ends."""
 POLL_MS = 1.0
 """Milliseconds between two looks at a broadcast that runs."""
+WAY_OUT = "Way out: compute.weight_transfer = 'file'"
 _CUDA: Any = reductions
 """Torch's own handles of tensors on a GPU. They have no types."""
 
@@ -59,7 +60,10 @@ class SharedWeights:
         """By name, with the address of the weight."""
 
     def handles(self, weights: Mapping[str, Tensor], model: nn.Module) -> bytes:
-        """Returns handles for `shared_weights`. Weights that are memory of the model are not copied."""
+        """Returns handles for `shared_weights`. Weights that are memory of the model are not copied.
+
+        Raises `ComputeError` if memory cannot be shared.
+        """
         own = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}
         copied = {name for name, weight in weights.items() if weight.untyped_storage().data_ptr() not in own}
         for name, weight in weights.items():
@@ -67,7 +71,10 @@ class SharedWeights:
             if name in copied:
                 tensor = self._copies.setdefault(name, torch.empty_like(tensor)).copy_(tensor)
             if self._handles.get(name, (0,))[0] != tensor.data_ptr():
-                handle = _handle(tensor)
+                try:
+                    handle = _handle(tensor)
+                except RuntimeError as error:
+                    raise ComputeError(f"{name} cannot be shared: {error}. {WAY_OUT}") from error
                 self._handles[name] = tensor.data_ptr(), handle  # On a CPU the memory has moved.
         if torch.cuda.is_available():
             torch.cuda.synchronize()

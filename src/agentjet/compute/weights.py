@@ -205,18 +205,21 @@ def release(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def weights_of(publication: Publication, name: str, secret: bytes, num_streamed: int = 0) -> Iterator[dict[str, Any]]:
-    """Yields where vLLM's workers find the weights: the fields of `engine.Source`. They are valid inside only.
+def weights_of(
+    publication: Publication, name: str, secret: bytes, num_streamed: int = 0
+) -> Iterator[tuple[dict[str, Any], socket.socket | None]]:
+    """Yields where vLLM's workers find the weights: the fields of `engine.WeightSource`. They are valid inside only.
 
     `num_streamed` is the number of workers that a stream of rank 0 goes to; with 0 there is a file, if not handles.
-    Raises `ComputeError`, as `fetch`.
+    A stream has a connection, too, at which nothing arrives: it ends if rank 0 does, or gives up. Raises
+    `ComputeError`, as `fetch`.
     """
     if publication.handles:
-        yield {"handles": publication.handles}
+        yield {"handles": publication.handles}, None
     elif not num_streamed or publication.adapter:
         path = fetch(publication, name, secret)
         try:
-            yield {"path": str(path)}
+            yield {"path": str(path)}, None
         finally:
             release(path)
     else:
@@ -226,7 +229,8 @@ def weights_of(publication: Publication, name: str, secret: bytes, num_streamed:
                 connection.sendall(encode(num_streamed))
                 address, weights = read(opened.enter_context(connection.makefile("rb")))
             host = connection.getsockname()[0]
-            yield {"stream": {"address": address, "host": host, "weights": weights, "num_workers": num_streamed}}
+            stream = {"address": address, "host": host, "weights": weights, "num_workers": num_streamed}
+            yield {"stream": stream}, connection
 
 
 @contextlib.contextmanager

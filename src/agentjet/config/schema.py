@@ -345,9 +345,9 @@ class ComputeConfig(Section):
     sampler_python: str = ""
     """Interpreter of the environment with vLLM. Empty: the folder `sampler-venv` of the cache."""
     weight_transfer: Literal["file", "ipc", "nccl"] = "file"
-    """The way of whole weights to the replicas; an adapter is always a file. `file`: each machine fetches a file. `ipc`:
-    the replica reads the memory of the GPU that it shares with the rank. `nccl`: rank 0 sends them from its GPU to the
-    GPUs of each replica. `ipc` and `nccl` have never run on a GPU."""
+    """The way of whole weights to replicas; an adapter is always a file. `file`: each machine fetches a file. `ipc`:
+    the replica reads the memory of the GPU that it shares with the rank. `nccl`: rank 0 sends them from its GPU to
+    those of each replica. `ipc` and `nccl` have never run on a GPU."""
 
     @field_validator("host")
     @classmethod

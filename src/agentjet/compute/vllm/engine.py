@@ -51,7 +51,7 @@ from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 from agentjet.compute.memory import replica_limits, size_from_config
 from agentjet.compute.samplers import reason_in
 from agentjet.compute.token_choice import Grammars, Guide, restrict
-from agentjet.compute.transfers import received, shared_weights
+from agentjet.compute.transfers import WAY_OUT, received, shared_weights
 from agentjet.compute.weights import MODULES, PROBE_DECODED, as_folder, publishes_adapter, size_in_engine
 from agentjet.config import ComputeConfig, ModelConfig, SamplerConfig, SamplerLimits
 from agentjet.config.loader import cache_dir
@@ -364,7 +364,7 @@ class VllmEngine:
     async def load(self, source: Mapping[str, Any], adapter: str) -> None:
         """Replace the weights while paused. Raises `ComputeError` if some of them are missing.
 
-        `source` has the fields of a `Source`. `adapter`: the config of `Publication`.
+        `source` has the fields of a `WeightSource`. `adapter`: the config of `Publication`.
         """
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
@@ -378,7 +378,7 @@ class VllmEngine:
             await self._engine.update_weights(WeightTransferUpdateRequest(dict(source)))
             await self._engine.finish_weight_update()
         except Exception as error:  # Boundary: vLLM raises `Exception` with the worker's text.
-            way_out = "" if "path" in source else ". Way out: compute.weight_transfer = 'file'"
+            way_out = "" if "path" in source else f". {WAY_OUT}"
             raise ComputeError(f"vLLM cannot load the published weights: {error}{way_out}") from error
 
     async def _load_adapter(self, path: Path, config: str) -> None:
@@ -560,7 +560,7 @@ class NoInit(WeightTransferInitInfo):  # type: ignore[misc]
 
 
 @dataclass
-class Source(WeightTransferUpdateInfo):  # type: ignore[misc]
+class WeightSource(WeightTransferUpdateInfo):  # type: ignore[misc]
     """The place of all weights, under the names of the model's files: one of these."""
 
     path: str = ""
@@ -571,13 +571,13 @@ class Source(WeightTransferUpdateInfo):  # type: ignore[misc]
     """Arguments of `received`, to which rank 0 sends the weights."""
 
 
-class Transfer(WeightTransferEngine[NoInit, Source]):  # type: ignore[misc]
+class Transfer(WeightTransferEngine[NoInit, WeightSource]):  # type: ignore[misc]
     """Our engine of vLLM's weight transfer.
 
     vLLM calls `start`, `receive` and `finish` in its worker, with its config set, while it samples nothing.
     """
 
-    init_info_cls, update_info_cls = NoInit, Source
+    init_info_cls, update_info_cls = NoInit, WeightSource
 
     def init_transfer_engine(self, init_info: NoInit) -> None:
         pass
@@ -591,7 +591,7 @@ class Transfer(WeightTransferEngine[NoInit, Source]):  # type: ignore[misc]
         self._names = computed & {name for name, _ in self.model.named_parameters()}
 
     @torch.inference_mode()
-    def receive_weights(self, update_info: Source) -> None:
+    def receive_weights(self, update_info: WeightSource) -> None:
         loaded = self.model.load_weights(_weights(update_info, self.device))
         if missing := sorted(self._names - (self._names if loaded is None else set(loaded))):
             raise ComputeError(f"the published weights lack {len(missing)} parameters, such as {missing[0]}")
@@ -636,7 +636,7 @@ def _refresh_tied_head(model: Any) -> None:
             method.process_weights_after_loading(head)
 
 
-def _weights(source: Source, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+def _weights(source: WeightSource, device: torch.device) -> Iterator[tuple[str, Tensor]]:
     if source.stream is not None:
         return received(**source.stream, worker=get_tensor_model_parallel_rank(), device=device)
     return shared_weights(source.handles, device) if source.handles else _tensors(source.path)

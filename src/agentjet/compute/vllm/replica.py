@@ -275,8 +275,11 @@ class ReplicaServer:
         async with self._adopting:
             started = time.monotonic()
             with contextlib.ExitStack() as held:
-                source = await asyncio.to_thread(held.enter_context, weights)
+                source, rank_0 = await asyncio.to_thread(held.enter_context, weights)
                 fetched = time.monotonic()
+                if rank_0 is not None:  # vLLM's workers may notice its end late.
+                    asyncio.get_running_loop().add_reader(rank_0, self._lose_weights)
+                    held.callback(asyncio.get_running_loop().remove_reader, rank_0)
                 try:
                     return await self._change_weights(engine, publication, source)
                 except AgentJetError as error:  # The weights may be half changed: it must end the process.
@@ -286,6 +289,11 @@ class ReplicaServer:
                         "version %d: fetched in %.2f s, adopted in %.2f s",
                         publication.version, fetched - started, time.monotonic() - fetched,
                     )  # fmt: skip
+
+    def _lose_weights(self) -> None:
+        """End the process, because half of the weights may be here, and the rest does not come."""
+        log.error("the stream of weights from rank 0 ended early. Way out: compute.weight_transfer = 'file'")
+        self._link.exit(1)
 
     async def _change_weights(
         self, engine: VllmEngine, publication: Publication, source: Mapping[str, Any]
