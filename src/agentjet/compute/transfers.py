@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.multiprocessing import reductions
 
-from agentjet.compute.weights import STALL_SECONDS, StreamedWeight
+from agentjet.compute.weights import STALL_SECONDS, USE_FILE, StreamedWeight
 from agentjet.errors import ComputeError
 from agentjet.processes.rpc import UNANSWERED_SECONDS, encode, host_and_port, tune
 
@@ -38,7 +38,6 @@ AHEAD = 3
 """Broadcasts that begin before the present one ends."""
 POLL_MS = 1.0
 """Milliseconds between two looks at a broadcast that runs."""
-WAY_OUT = "Way out: compute.weight_transfer = 'file'"
 _CUDA: Any = reductions
 """Torch's own handles of tensors on a GPU. They have no types."""
 
@@ -74,7 +73,7 @@ class SharedWeights:
                 try:
                     handle = _handle(tensor)
                 except RuntimeError as error:
-                    raise ComputeError(f"{name} cannot be shared: {error}. {WAY_OUT}") from error
+                    raise ComputeError(f"{name} cannot be shared: {error}. {USE_FILE}") from error
                 self._handles[name] = tensor.data_ptr(), handle  # On a CPU the memory has moved.
         if torch.cuda.is_available():
             torch.cuda.synchronize()

@@ -89,6 +89,7 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Sizes of an adapter in vLLM. A smaller one is padded."""
 WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
 """Files of an adapter in the format of `peft`."""
+USE_FILE = "Way out: compute.weight_transfer = 'file'"
 StreamedWeight = tuple[str, str, Sequence[int]]
 """Name, type and shape of a weight."""
 _fetched: dict[Path, SharedFolder] = {}

@@ -51,8 +51,8 @@ from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 from agentjet.compute.memory import replica_limits, size_from_config
 from agentjet.compute.samplers import reason_in
 from agentjet.compute.token_choice import Grammars, Guide, restrict
-from agentjet.compute.transfers import WAY_OUT, received, shared_weights
-from agentjet.compute.weights import MODULES, PROBE_DECODED, as_folder, publishes_adapter, size_in_engine
+from agentjet.compute.transfers import received, shared_weights
+from agentjet.compute.weights import MODULES, PROBE_DECODED, USE_FILE, as_folder, publishes_adapter, size_in_engine
 from agentjet.config import ComputeConfig, ModelConfig, SamplerConfig, SamplerLimits
 from agentjet.config.loader import cache_dir
 from agentjet.errors import ComputeError, ConfigError, GrammarError, OutOfCache
@@ -378,7 +378,7 @@ class VllmEngine:
             await self._engine.update_weights(WeightTransferUpdateRequest(dict(source)))
             await self._engine.finish_weight_update()
         except Exception as error:  # Boundary: vLLM raises `Exception` with the worker's text.
-            way_out = "" if "path" in source else f". {WAY_OUT}"
+            way_out = "" if "path" in source else f". {USE_FILE}"
             raise ComputeError(f"vLLM cannot load the published weights: {error}{way_out}") from error
 
     async def _load_adapter(self, path: Path, config: str) -> None:

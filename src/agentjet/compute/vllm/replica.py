@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from agentjet.compute.weights import Publication, SharedFolder, weights_of
+from agentjet.compute.weights import USE_FILE, Publication, SharedFolder, weights_of
 from agentjet.config import ComputeConfig, ModelConfig, SamplerConfig, SamplerLimits
 from agentjet.errors import AgentJetError, ComputeError, ConfigError, WorkerDied
 from agentjet.processes.guardian import places
@@ -277,23 +277,20 @@ class ReplicaServer:
             with contextlib.ExitStack() as held:
                 source, rank_0 = await asyncio.to_thread(held.enter_context, weights)
                 fetched = time.monotonic()
-                if rank_0 is not None:  # vLLM's workers may notice its end late.
-                    asyncio.get_running_loop().add_reader(rank_0, self._lose_weights)
-                    held.callback(asyncio.get_running_loop().remove_reader, rank_0)
+                loop, task = asyncio.get_running_loop(), asyncio.current_task()
+                if rank_0 is not None and task is not None:  # vLLM's workers may notice its end a minute later.
+                    loop.add_reader(rank_0, task.cancel, f"the stream of rank 0 ended early. {USE_FILE}")
+                    held.callback(loop.remove_reader, rank_0)
                 try:
                     return await self._change_weights(engine, publication, source)
-                except AgentJetError as error:  # The weights may be half changed: it must end the process.
+                except (AgentJetError, asyncio.CancelledError) as error:
+                    # The weights may be half changed: it must end the process.
                     raise RuntimeError(str(error)) from error
                 finally:
                     log.info(
                         "version %d: fetched in %.2f s, adopted in %.2f s",
                         publication.version, fetched - started, time.monotonic() - fetched,
                     )  # fmt: skip
-
-    def _lose_weights(self) -> None:
-        """End the process, because half of the weights may be here, and the rest does not come."""
-        log.error("the stream of weights from rank 0 ended early. Way out: compute.weight_transfer = 'file'")
-        self._link.exit(1)
 
     async def _change_weights(
         self, engine: VllmEngine, publication: Publication, source: Mapping[str, Any]
