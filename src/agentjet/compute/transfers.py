@@ -68,7 +68,9 @@ class SharedWeights:
         for name, weight in weights.items():
             tensor = weight.detach()
             if name in copied:
-                tensor = self._copies.setdefault(name, torch.empty_like(tensor)).copy_(tensor)
+                if name not in self._copies:
+                    self._copies[name] = torch.empty_like(tensor)
+                tensor = self._copies[name].copy_(tensor)
             if self._handles.get(name, (0,))[0] != tensor.data_ptr():
                 try:
                     handle = _handle(tensor)

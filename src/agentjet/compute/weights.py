@@ -226,7 +226,7 @@ def weights_of(
     else:
         with contextlib.ExitStack() as opened:
             with _named(publication):
-                connection = opened.enter_context(_connected(publication, name, secret))
+                connection = _connected(publication, name, secret, opened)
                 connection.sendall(encode(num_streamed))
                 address, weights = read(opened.enter_context(connection.makefile("rb")))
             host = connection.getsockname()[0]
@@ -289,7 +289,7 @@ def _download(publication: Publication, name: str, secret: bytes, path: Path) ->
     path.touch()
     with contextlib.ExitStack() as connections, ThreadPoolExecutor(MAX_CONNECTIONS) as pool:
         for _ in starts[:MAX_CONNECTIONS]:
-            free.put(connections.enter_context(_connected(publication, name, secret)))
+            free.put(_connected(publication, name, secret, connections))
 
         def receive(start: int) -> bytes:
             connection = free.get()
@@ -306,18 +306,14 @@ def _download(publication: Publication, name: str, secret: bytes, path: Path) ->
         raise ComputeError("its content does not agree with its digest")
 
 
-def _connected(publication: Publication, name: str, secret: bytes) -> socket.socket:
-    """Returns a connection to rank 0, which waits for what is wanted of the file."""
-    connection = dial(publication.address, name, secret)
-    try:
-        connection.settimeout(STALL_SECONDS)
-        connection.sendall(encode(publication.path))
-        with connection.makefile("rb") as stream:
-            if not read(stream):
-                raise ComputeError("it was removed, because two newer versions were published")
-    except BaseException:
-        connection.close()
-        raise
+def _connected(publication: Publication, name: str, secret: bytes, connections: contextlib.ExitStack) -> socket.socket:
+    """Returns a connection to rank 0, which waits for a request about the file. `connections` closes it."""
+    connection = connections.enter_context(dial(publication.address, name, secret))
+    connection.settimeout(STALL_SECONDS)
+    connection.sendall(encode(publication.path))
+    with connection.makefile("rb") as stream:
+        if not read(stream):
+            raise ComputeError("it was removed, because two newer versions were published")
     return connection
 
 
