@@ -15,6 +15,7 @@ import time
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,14 +24,16 @@ import psutil
 import torch
 from peft import LoraConfig as PeftConfig
 from peft import get_peft_model
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from agentjet.compute.model import load_policy
 from agentjet.compute.policy import Policy, locate_model
+from agentjet.compute.rank import file_weights
 from agentjet.compute.samplers import REPLICA_PATH
-from agentjet.compute.weights import PROBE_TOKENS, Publication, SharedFolder, write_adapter
+from agentjet.compute.transfers import SharedWeights, send
+from agentjet.compute.weights import PROBE_TOKENS, Publication, SharedFolder, WeightsServer, write_adapter
 from agentjet.config import ComputeConfig, ModelConfig, SamplerConfig
 from agentjet.config.loader import cache_dir
 from agentjet.processes.guardian import Launch, places
@@ -93,12 +96,17 @@ class LocalReplica:
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         self._folder = SharedFolder(places()[0])
+        self.transfer = "file"
+        self._shared: dict[Any, SharedWeights] = {}
+        """By model: each is that of a rank."""
         command = (python, "-m", "agentjet.compute.vllm.replica")
         found = os.pathsep.join(map(str, (*paths, REPLICA_PATH)))
         launch = Launch("replica", command, log_path, {"PYTHONPATH": found}, shares_gpus=True)
         self.peer: Peer = self.do(self._start(launch), START_SECONDS)
         pid = int(self._supervisor.place("replica").split()[-1])
         self.process = psutil.Process(pid)
+        self._server = WeightsServer("127.0.0.1", self._supervisor.secret)
+        self._server.send = partial(send, host="127.0.0.1", device=torch.device("cpu"))
 
     async def _start(self, launch: Launch) -> Peer:
         self._supervisor = Supervisor("127.0.0.1", LocalPlacement(list))
@@ -111,6 +119,7 @@ class LocalReplica:
         self._loop.call_soon_threadsafe(self.peer.close)
         self.process.wait(60)
         self.do(self._supervisor.close())
+        self._server.close()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._folder.close()
 
@@ -118,31 +127,43 @@ class LocalReplica:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(seconds)
 
     def load(self, model: ModelConfig, info: ModelInfo, sampler: SamplerConfig, compute: ComputeConfig) -> None:
+        self.transfer = compute.weight_transfer
         self.do(self.peer.ask("load", POLICY, model, info, sampler, compute), START_SECONDS)
 
-    def publish(self, model: Any, version: int) -> Publication:
-        """Write a model's weights as a publication of this machine: those of its adapter, if it has one."""
+    def publish(self, model: Any, version: int, *, without: str = "") -> Publication:
+        """Returns a publication of a model's weights except one, or of its adapter, as the replica's settings say.
+
+        Those of one model share its memory with `ipc`.
+        """
         path = self._folder.path / f"{version}-{os.urandom(8).hex()}.safetensors"
-        adapter = ""
+        adapter, handles = "", b""
         if hasattr(model, "peft_config"):
             adapter = write_adapter(model, None, path)
+        elif self.transfer == "ipc":
+            weights = file_weights(model, model.state_dict())
+            weights.pop(without, None)
+            handles = self._shared.setdefault(model, SharedWeights()).handles(weights, model)
         else:
             folder = path.with_suffix("")  # As `rank.write_weights`: the names of the model's own files.
             model.save_pretrained(folder, max_shard_size=1 << 62)
             (folder / "model.safetensors").rename(path)
             shutil.rmtree(folder)
+            if without:
+                save_file({name: one for name, one in load_file(path).items() if name != without}, path)
+            self._server._files.append(path)
         probe = np.random.default_rng(0).integers(3, model.config.vocab_size, PROBE_TOKENS).tolist()
         after = raw_logprobs(model, probe)
         return Publication(
             version=version,
-            address="127.0.0.1:1",  # Nobody serves it: the replica links the file.
+            address=self._server.address,
             path=str(path),
-            num_bytes=path.stat().st_size,
+            num_bytes=path.stat().st_size if path.exists() else 0,
             digest="",
             dtype=str(model.dtype).removeprefix("torch."),
             probe_tokens=tuple(probe),
             probe_logprobs=tuple(float(after[i, token]) for i, token in enumerate(probe[1:])),
             adapter=adapter,
+            handles=handles,
         )
 
     def adopt(self, publication: Publication) -> list[float]:
@@ -234,13 +255,3 @@ def raw_logprobs(model: Any, tokens: Sequence[int]) -> Tensor:
     with torch.inference_mode():
         logits: Tensor = model(torch.tensor([list(tokens)], device=model.device)).logits[0].float()
     return logits.log_softmax(-1)
-
-
-def without_weight(publication: Publication, name: str) -> Publication:
-    """Returns a publication whose file lacks one weight."""
-    from safetensors.torch import load_file
-
-    path = Path(publication.path).with_name("incomplete.safetensors")
-    weights = {other: one for other, one in load_file(publication.path).items() if other != name}
-    save_file(weights, path)
-    return dataclasses.replace(publication, path=str(path), num_bytes=path.stat().st_size)

@@ -8,11 +8,13 @@
    a tied head is not left with a part of its old weights;
 6. a request that would end vLLM's engine fails alone, and a cancelled one leaves no trace;
 7. weights that are not finite fail completions, and the replica lives;
-8. a publication that lacks a weight ends the process, because the engine has half of it, and nothing of it stays.
+8. a publication that lacks a weight, or whose stream ends early, ends the process, because the engine has half of it,
+   and nothing of the process stays.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -26,6 +28,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+from agentjet.compute import transfers
 from agentjet.compute.model import load_policy
 from agentjet.compute.token_choice import Grammars, Guide, restrict
 from agentjet.compute.weights import probe_failure
@@ -43,7 +46,6 @@ from tests.cluster.local_replica import (
     raw_logprobs,
     running,
     sampler_python,
-    without_weight,
 )
 from tests.tiny import make_model
 
@@ -84,9 +86,18 @@ class World:
         return self.models[self.version]
 
 
-@pytest.fixture(scope="module", params=[(), (ASYNC_PATH,)], ids=["", "async"])
+REPLICAS: dict[str, tuple[tuple[Path, ...], str]] = {
+    "": ((), "file"),
+    "async": ((ASYNC_PATH,), "file"),
+    "ipc": ((), "ipc"),
+    "nccl": ((), "nccl"),
+}
+
+
+@pytest.fixture(scope="module", params=REPLICAS.values(), ids=REPLICAS)
 def world(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[World]:
-    """A replica as on a CPU, then one with the scheduling of GPUs."""
+    """A replica as on a CPU, one with the scheduling of GPUs, and those that get their weights without a file."""
+    paths, transfer = request.param
     folder = tmp_path_factory.mktemp("replica")
     config = ModelConfig(
         name=str(make_model(folder / "tiny", hidden=64)), device="cpu", dtype="float32", threads=1,
@@ -98,8 +109,9 @@ def world(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
     info = load_policy(config).info
     GenerationConfig(eos_token_id=[*range(100, 200)]).save_pretrained(config.name)  # Must not end completions.
     assert PYTHON is not None
-    with LocalReplica(PYTHON, folder / "log", *request.param) as replica:
-        replica.load(config, info, SamplerConfig(max_concurrent=8, cache_tokens=4096), ComputeConfig())
+    with LocalReplica(PYTHON, folder / "log", *paths) as replica:
+        compute = ComputeConfig.model_validate({"weight_transfer": transfer, "colocated": transfer == "ipc"})
+        replica.load(config, info, SamplerConfig(max_concurrent=8, cache_tokens=4096), compute)
         with pytest.raises(ComputeError, match="no weights yet"):
             replica.sample(Wanted([5, 6], SamplingParams(max_tokens=2)))
         with pytest.raises(ComputeError, match="no weights yet"):
@@ -351,16 +363,25 @@ def test_weights_that_are_not_finite_fail_completions_only(world: World) -> None
     check(world, world.replica.sample(wanted), wanted)
 
 
-def test_z_a_publication_without_a_weight_ends_the_replica(world: World) -> None:
+def test_z_half_a_publication_ends_the_replica(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last test of the file: the replica is gone after it, with vLLM's processes, sockets and shared memory."""
     own = psutil.Process(world.replica.process.pid)
     family = [own, *own.children(recursive=True)]
     sockets = {Path(one.laddr) for process in family for one in process.net_connections("unix") if one.laddr}
     segments = {Path(one.path) for process in family for one in process.memory_maps() if "/dev/shm/" in one.path}
     assert len(family) >= 3 and any(path.exists() for path in sockets)
-    whole = world.replica.publish(world.model, 9)
-    with pytest.raises(ComputeError, match="lack 1 parameters"):
-        world.replica.adopt(without_weight(whole, "model.norm.weight"))
+    lacking, reason = world.replica.publish(world.model, 9, without="model.norm.weight"), "lack 1 parameters"
+    if world.replica.transfer == "nccl":  # The stream ends after three weights.
+        broadcasts = transfers._broadcasts
+
+        def cut(*arguments: Any) -> Iterator[Any]:
+            yield from itertools.islice(broadcasts(*arguments), 3)
+            raise RuntimeError("cut")
+
+        monkeypatch.setattr(transfers, "_broadcasts", cut)
+        lacking, reason = world.replica.publish(world.model, 9), r"Way out: compute\.weight_transfer = 'file'"
+    with pytest.raises(ComputeError, match=reason):
+        world.replica.adopt(lacking)
     assert world.replica.process.wait(60) != 0
     assert not psutil.wait_procs(family[1:], timeout=60)[1]
     assert not [path for path in sockets | segments if path.exists()]

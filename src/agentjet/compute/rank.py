@@ -27,16 +27,19 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import psutil
 import torch
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from agentjet.compute import checkpoint
 from agentjet.compute.group import RankGroup, Rendezvous, chosen_sharding, join
@@ -49,6 +52,7 @@ from agentjet.compute.protocol import EMBEDDED, FINGERPRINT, LossSpec, Operation
 from agentjet.compute.routes import ROUTE_MISMATCH
 from agentjet.compute.sampler import ModelSampler
 from agentjet.compute.token_choice import Guide
+from agentjet.compute.transfers import SharedWeights, send
 from agentjet.compute.weights import (
     PROBE_TOKENS,
     Publication,
@@ -252,11 +256,18 @@ HEAP = Heap()
 """That of the process."""
 
 
-def publish(learner: PolicyLearner, server: WeightsServer | None, version: int, *, is_hot: bool) -> Publication | None:
+def publish(
+    learner: PolicyLearner,
+    server: WeightsServer | None,
+    version: int,
+    *,
+    is_hot: bool,
+    shared: SharedWeights | None = None,
+) -> Publication | None:
     """Write the weights of a version for the replicas, with all ranks; returns the publication on rank 0.
 
     `server` is that of rank 0, which writes the weights of all ranks. `is_hot` is the result of `publishes_adapter`.
-    Raises `ComputeError` for a file that cannot be written.
+    With `shared`, whole weights stay in memory that the replica reads. Raises `ComputeError` if neither is possible.
     """
     policy = learner.policy
     tokens = probe_tokens(policy, PROBE_TOKENS).cpu().numpy().astype(np.int32)
@@ -276,30 +287,35 @@ def publish(learner: PolicyLearner, server: WeightsServer | None, version: int, 
             return None
         sent = policy.trainable() if is_hot else weights or {}
         num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in sent.values())
+        probe = policy.info.dtype, tuple(tokens.tolist()), tuple(logprobs.tolist())
+        if shared is not None and not is_hot:
+            handles = shared.handles(file_weights(base_model(policy), weights or {}), policy.model)
+            return Publication(version, server.address, "", num_bytes, os.urandom(8).hex(), *probe, handles=handles)
         path, digest = server.write(version, num_bytes, save)
-        return Publication(
-            version,
-            server.address,
-            str(path),
-            path.stat().st_size,
-            digest,
-            policy.info.dtype,
-            tuple(tokens.tolist()),
-            tuple(logprobs.tolist()),
-            adapter,
-        )
+        return Publication(version, server.address, str(path), path.stat().st_size, digest, *probe, adapter)
 
     return learner.ranks.agreed(write)
 
 
 def write_weights(policy: Policy, weights: dict[str, torch.Tensor], path: Path) -> None:
     """Write all weights of a base model to one safetensors file, with the names of the model's own files."""
-    base: Any = policy.model
-    base = base.get_base_model() if policy.has_adapters else base
     folder = path.with_suffix("")
-    base.save_pretrained(folder, state_dict=weights, max_shard_size=1 << 62)
+    base_model(policy).save_pretrained(folder, state_dict=weights, max_shard_size=1 << 62)
     (folder / "model.safetensors").rename(path)
     shutil.rmtree(folder)
+
+
+def file_weights(model: Any, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Returns the weights that `write_weights` writes, with their names there, without a copy where possible."""
+    saved = {name: one for name, one in weights.items() if name not in (model._keys_to_ignore_on_save or ())}
+    found: dict[str, torch.Tensor] = revert_weight_conversion(model, remove_tied_weights_from_state_dict(saved, model))
+    return found
+
+
+def base_model(policy: Policy) -> Any:
+    """Returns the model of transformers, without adapters."""
+    model: Any = policy.model
+    return model.get_base_model() if policy.has_adapters else model
 
 
 # ---- the process -----------------------------------------------------------------------------------------------------
@@ -441,6 +457,11 @@ class Rank:
         if (device.type == "cpu" or model.offload_optimizer) and not model.threads:
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_ranks))  # The ranks share this machine.
         group = RankGroup(rank, num_ranks, device)
+        if self._server is not None and compute.weight_transfer == "nccl":
+            # For groups made from now on: one with a replica that died must not end the rank. See `nccl_variables`.
+            os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "2"
+            self._server.send = partial(send, host=self._host, device=device)
+        shared = SharedWeights() if compute.weight_transfer == "ipc" else None
         policy = group.agreed(lambda: load_policy(model))
         sharding = chosen_sharding(compute.sharding, policy, group)
         log.info("rank %d of %d learns %s, %s", rank, num_ranks, model.name, sharding)
@@ -448,7 +469,7 @@ class Rank:
         is_hot = publishes_adapter(model.lora, policy.config.architectures)
 
         def write(version: int) -> Publication | None:
-            publication = publish(learner, self._server, version, is_hot=is_hot)
+            publication = publish(learner, self._server, version, is_hot=is_hot, shared=shared)
             if compute.colocated:
                 torch.cuda.empty_cache()  # The replicas need the memory now.
             return publication

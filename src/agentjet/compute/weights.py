@@ -5,6 +5,9 @@ On another machine, one replica fetches its parts over several TCP connections, 
 need it at the same time link what that one got. The two newest files of rank 0 stay, because replicas adopt in turns.
 A linked file stays readable after rank 0 removed its own. A fetch that has begun goes on, too.
 
+Two settings of `compute.weight_transfer` are other ways for all weights (`compute.transfers`). `ipc` publishes handles
+of the rank's memory, and no file. With `nccl` rank 0 sends its file to vLLM's workers. Adapters are always files.
+
 A LoRA policy publishes its adapter: a replica loads the base from the model's own files and reads new adapter weights
 into the one adapter that it has. A policy that vLLM cannot hold so publishes merged weights instead. Both ends decide
 by the names in `publishes_adapter`.
@@ -27,7 +30,7 @@ import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,6 +89,9 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Sizes of an adapter in vLLM. A smaller one is padded."""
 WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
 """Files of an adapter in the format of `peft`."""
+USE_FILE = "Way out: compute.weight_transfer = 'file'"
+StreamedWeight = tuple[str, str, Sequence[int]]
+"""Name, type and shape of a weight."""
 _fetched: dict[Path, SharedFolder] = {}
 """The folders of files that were not released."""
 
@@ -98,10 +104,11 @@ class Publication:
     address: str
     """`HOST:PORT` of rank 0, which serves the file."""
     path: str
-    """The safetensors file on rank 0's machine. No other file of any machine has its name."""
+    """The safetensors file on rank 0's machine. No other file of any machine has its name. Empty with `handles`."""
     num_bytes: int
     digest: str
-    """SHA-256 of the SHA-256s of the file's parts. Equal weights of one policy have equal digests."""
+    """SHA-256 of the SHA-256s of the file's parts. Equal weights of one policy have equal digests. With `handles` a
+    random text."""
     dtype: str
     probe_tokens: tuple[int, ...]
     """`PROBE_TOKENS` token ids, the same for every version."""
@@ -109,6 +116,8 @@ class Publication:
     """Log-probabilities of the probe tokens except the first, at temperature 1, as the learner computes them."""
     adapter: str = ""
     """The adapter's config in JSON, as `peft` writes it. Empty for all weights, where an adapter is folded in."""
+    handles: bytes = b""
+    """Those of the weights in the rank's memory, see `transfers.SharedWeights`."""
 
     @property
     def file_name(self) -> str:
@@ -125,6 +134,8 @@ class WeightsServer:
         self._files: list[Path] = []
         self._listener = Listener(host, secret, lambda name: self._serve)
         self.address = self._listener.address
+        self.send: Callable[[socket.socket, Path, int], None] | None = None
+        """Sends a file to so many workers of a replica, see `transfers.send`."""
 
     def write(self, version: int, num_bytes: int, save: Callable[[Path], None]) -> tuple[Path, str]:
         """Write the file of a version with `save`; returns its path and digest. Removes files that are not needed.
@@ -154,7 +165,10 @@ class WeightsServer:
             self._folder.close()
 
     def _serve(self, connection: socket.socket) -> None:
-        """Send the requested parts of one file, in a thread, until the other end closes the connection."""
+        """Send one file in a thread, until the other end closes the connection.
+
+        The other end requests its parts, or a stream by the number of workers.
+        """
         connection.settimeout(STALL_SECONDS)
         with connection, connection.makefile("rb") as stream, contextlib.suppress(EOFError):
             wanted = read(stream)
@@ -164,7 +178,11 @@ class WeightsServer:
                 return
             with path.open("rb") as content:
                 while True:
-                    start, num_bytes = read(stream)
+                    wanted = read(stream)
+                    if isinstance(wanted, int):
+                        assert self.send is not None, "both ends have the same settings"
+                        return self.send(connection, path, wanted)
+                    start, num_bytes = wanted
                     if connection.sendfile(content, start, num_bytes) < num_bytes:
                         raise ComputeError(f"{path.name} is shorter than {start + num_bytes} bytes")
 
@@ -175,12 +193,8 @@ def fetch(publication: Publication, name: str, secret: bytes) -> Path:
     Waits while another process of this machine downloads it. `name` is that of this process.
     Raises `ComputeError` if the file was removed or its learner is gone.
     """
-    try:
+    with _named(publication):
         folder = _linked(publication) or _downloaded_once(publication, name, secret)
-    except (OSError, EOFError, ComputeError) as error:
-        raise ComputeError(
-            f"the weights of version {publication.version} cannot be fetched from {publication.address}: {error}"
-        ) from error
     path = folder.path / publication.file_name
     _fetched[path] = folder
     return path
@@ -189,6 +203,47 @@ def fetch(publication: Publication, name: str, secret: bytes) -> Path:
 def release(path: Path) -> None:
     """Remove the file that `fetch` returned."""
     _fetched.pop(path).close()
+
+
+@contextlib.contextmanager
+def weights_of(
+    publication: Publication, name: str, secret: bytes, num_streamed: int = 0
+) -> Iterator[tuple[dict[str, Any], socket.socket | None]]:
+    """Yields where vLLM's workers find the weights: the fields of `engine.WeightSource`. They are valid inside only.
+
+    `num_streamed` is the number of workers that a stream of rank 0 goes to; with 0 there is a file, if not handles.
+    A stream has a connection, too, at which nothing arrives: it ends if rank 0 does, or gives up. Raises
+    `ComputeError`, as `fetch`.
+    """
+    if publication.handles:
+        yield {"handles": publication.handles}, None
+    elif not num_streamed or publication.adapter:
+        path = fetch(publication, name, secret)
+        try:
+            yield {"path": str(path)}, None
+        finally:
+            release(path)
+    else:
+        with contextlib.ExitStack() as opened:
+            with _named(publication):
+                connection = _connected(publication, name, secret, opened)
+                connection.sendall(encode(num_streamed))
+                address, weights = read(opened.enter_context(connection.makefile("rb")))
+            host = connection.getsockname()[0]
+            stream = {"address": address, "host": host, "weights": weights, "num_workers": num_streamed}
+            yield {"stream": stream}, connection
+
+
+@contextlib.contextmanager
+def _named(publication: Publication) -> Iterator[None]:
+    """Raises `ComputeError` with the version and rank 0 for an error of a connection."""
+    try:
+        yield
+    except (OSError, EOFError, ComputeError) as error:
+        raise ComputeError(
+            f"the weights of version {publication.version} cannot be fetched from {publication.address}: "
+            f"{error or 'the connection ended'}"
+        ) from error
 
 
 def _linked(publication: Publication) -> SharedFolder | None:
@@ -234,13 +289,7 @@ def _download(publication: Publication, name: str, secret: bytes, path: Path) ->
     path.touch()
     with contextlib.ExitStack() as connections, ThreadPoolExecutor(MAX_CONNECTIONS) as pool:
         for _ in starts[:MAX_CONNECTIONS]:
-            connection = connections.enter_context(dial(publication.address, name, secret))
-            connection.settimeout(STALL_SECONDS)
-            connection.sendall(encode(publication.path))
-            with connection.makefile("rb") as stream:
-                if not read(stream):
-                    raise ComputeError("it was removed, because two newer versions were published")
-            free.put(connection)
+            free.put(_connected(publication, name, secret, connections))
 
         def receive(start: int) -> bytes:
             connection = free.get()
@@ -255,6 +304,17 @@ def _download(publication: Publication, name: str, secret: bytes, path: Path) ->
         digest = _joined(pool.map(receive, starts))  # An error cancels the parts that have not begun.
     if digest != publication.digest:
         raise ComputeError("its content does not agree with its digest")
+
+
+def _connected(publication: Publication, name: str, secret: bytes, connections: contextlib.ExitStack) -> socket.socket:
+    """Returns a connection to rank 0, which waits for a request about the file. `connections` closes it."""
+    connection = connections.enter_context(dial(publication.address, name, secret))
+    connection.settimeout(STALL_SECONDS)
+    connection.sendall(encode(publication.path))
+    with connection.makefile("rb") as stream:
+        if not read(stream):
+            raise ComputeError("it was removed, because two newer versions were published")
+    return connection
 
 
 def _receive_part(connection: socket.socket, path: Path, start: int, end: int) -> bytes:

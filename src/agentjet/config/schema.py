@@ -344,6 +344,10 @@ class ComputeConfig(Section):
     network: tokens and weights travel on it unencrypted."""
     sampler_python: str = ""
     """Interpreter of the environment with vLLM. Empty: the folder `sampler-venv` of the cache."""
+    weight_transfer: Literal["file", "ipc", "nccl"] = "file"
+    """The way of whole weights to replicas; an adapter is always a file. `file`: each machine fetches a file. `ipc`:
+    the replica reads the memory of the GPU that it shares with the rank. `nccl`: rank 0 sends them from its GPU to
+    those of each replica. `ipc` and `nccl` have never run on a GPU."""
 
     @field_validator("host")
     @classmethod
@@ -372,6 +376,23 @@ class ComputeConfig(Section):
             raise ValueError(
                 f"colocated = true with samplers = '{self.samplers}': replicas share the GPUs of the ranks, so their "
                 "number is fixed; give one number"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _weights_can_travel(self) -> Self:
+        if self.weight_transfer == "nccl" and self.colocated:
+            raise ValueError(
+                "weight_transfer = 'nccl' with colocated = true: NCCL connects no two processes of one GPU; set "
+                "weight_transfer to 'file' or 'ipc'"
+            )
+        shares_one = self.ranks == self.tensor_parallel == self.samplers.most == 1 and self.colocated
+        if self.weight_transfer == "ipc" and not shares_one:
+            raise ValueError(
+                f"weight_transfer = 'ipc' with colocated = {str(self.colocated).lower()}, ranks = {self.ranks}, "
+                f"samplers = {self.samplers} and tensor_parallel = {self.tensor_parallel}: the replica reads the "
+                "memory of the rank on one GPU; set colocated to true and the numbers to 1, or weight_transfer to "
+                "'file'"
             )
         return self
 

@@ -6,10 +6,10 @@
 * On GPUs vLLM starts a step before it has the tokens of the last one, by its own default. Only a restriction waits for
   them, beside the computation of the step. Tests do the same on a CPU; it has not run on a GPU.
 * A change of weights drops every cached key. Completions that run are computed again under the new weights.
-* Weights arrive through vLLM's own interface for weight transfer, as a file: see `FileTransfer`.
+* Weights arrive through vLLM's own interface for weight transfer: see `Transfer`.
 * An adapter is read into the one adapter that vLLM has. vLLM keeps the keys of the old one: see above.
 
-`VllmEngine` runs in the replica's process. vLLM's own processes import this module by name, for `FileTransfer`,
+`VllmEngine` runs in the replica's process. vLLM's own processes import this module by name, for `Transfer`,
 `ShortSteps` and `Restrictions`. The last masks the logits of completions with a grammar, `top_p` or `top_k`, and sends
 the sets over a Unix socket to `Sets` before vLLM samples the tokens.
 
@@ -51,7 +51,8 @@ from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 from agentjet.compute.memory import replica_limits, size_from_config
 from agentjet.compute.samplers import reason_in
 from agentjet.compute.token_choice import Grammars, Guide, restrict
-from agentjet.compute.weights import MODULES, PROBE_DECODED, as_folder, publishes_adapter, size_in_engine
+from agentjet.compute.transfers import received, shared_weights
+from agentjet.compute.weights import MODULES, PROBE_DECODED, USE_FILE, as_folder, publishes_adapter, size_in_engine
 from agentjet.config import ComputeConfig, ModelConfig, SamplerConfig, SamplerLimits
 from agentjet.config.loader import cache_dir
 from agentjet.errors import ComputeError, ConfigError, GrammarError, OutOfCache
@@ -360,24 +361,25 @@ class VllmEngine:
         await self._engine.sleep(level=1 if self._keeps_base else 2, mode="keep")  # Level 2 keeps no weights.
         self._is_suspended = True
 
-    async def load(self, path: Path, adapter: str) -> None:
-        """Replace the weights while paused. Raises `ComputeError` if the file lacks some of them.
+    async def load(self, source: Mapping[str, Any], adapter: str) -> None:
+        """Replace the weights while paused. Raises `ComputeError` if some of them are missing.
 
-        `adapter`: the config of `Publication`.
+        `source` has the fields of a `WeightSource`. `adapter`: the config of `Publication`.
         """
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         if self._is_suspended:
             await self._engine.wake_up(tags=["weights"])
         if adapter:
-            await self._load_adapter(path, adapter)
+            await self._load_adapter(Path(source["path"]), adapter)
             return
         try:
             await self._engine.start_weight_update()
-            await self._engine.update_weights(WeightTransferUpdateRequest({"path": str(path)}))
+            await self._engine.update_weights(WeightTransferUpdateRequest(dict(source)))
             await self._engine.finish_weight_update()
         except Exception as error:  # Boundary: vLLM raises `Exception` with the worker's text.
-            raise ComputeError(f"vLLM cannot load the published weights: {error}") from error
+            way_out = "" if "path" in source else f". {USE_FILE}"
+            raise ComputeError(f"vLLM cannot load the published weights: {error}{way_out}") from error
 
     async def _load_adapter(self, path: Path, config: str) -> None:
         from vllm.lora.request import LoRARequest
@@ -553,26 +555,31 @@ class Restriction:
 
 
 @dataclass
-class FileInit(WeightTransferInitInfo):  # type: ignore[misc]
-    """Nothing needs to be agreed before the first file."""
+class NoInit(WeightTransferInitInfo):  # type: ignore[misc]
+    """Nothing needs to be agreed before the first update."""
 
 
 @dataclass
-class FileUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """A safetensors file with all weights, under the names of the model's files."""
+class WeightSource(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """The place of all weights, under the names of the model's files: one of these."""
 
-    path: str
+    path: str = ""
+    """A safetensors file of this machine."""
+    handles: bytes = b""
+    """Handles of memory of the rank, on the device of this worker."""
+    stream: dict[str, Any] | None = None
+    """Arguments of `received`, to which rank 0 sends the weights."""
 
 
-class FileTransfer(WeightTransferEngine[FileInit, FileUpdate]):  # type: ignore[misc]
-    """An engine of vLLM's weight transfer that reads a file of this machine.
+class Transfer(WeightTransferEngine[NoInit, WeightSource]):  # type: ignore[misc]
+    """Our engine of vLLM's weight transfer.
 
     vLLM calls `start`, `receive` and `finish` in its worker, with its config set, while it samples nothing.
     """
 
-    init_info_cls, update_info_cls = FileInit, FileUpdate
+    init_info_cls, update_info_cls = NoInit, WeightSource
 
-    def init_transfer_engine(self, init_info: FileInit) -> None:
+    def init_transfer_engine(self, init_info: NoInit) -> None:
         pass
 
     @torch.inference_mode()
@@ -584,8 +591,8 @@ class FileTransfer(WeightTransferEngine[FileInit, FileUpdate]):  # type: ignore[
         self._names = computed & {name for name, _ in self.model.named_parameters()}
 
     @torch.inference_mode()
-    def receive_weights(self, update_info: FileUpdate) -> None:
-        loaded = self.model.load_weights(_tensors(update_info.path))
+    def receive_weights(self, update_info: WeightSource) -> None:
+        loaded = self.model.load_weights(_weights(update_info, self.device))
         if missing := sorted(self._names - (self._names if loaded is None else set(loaded))):
             raise ComputeError(f"the published weights lack {len(missing)} parameters, such as {missing[0]}")
 
@@ -600,8 +607,8 @@ class FileTransfer(WeightTransferEngine[FileInit, FileUpdate]):  # type: ignore[
         pass
 
 
-TRANSFER = "agentjet-file"
-WeightTransferEngineFactory.register_engine(TRANSFER, FileTransfer)
+TRANSFER = "agentjet"
+WeightTransferEngineFactory.register_engine(TRANSFER, Transfer)
 
 
 def _forget_packed_experts(model: Any) -> list[tuple[Any, Any]]:
@@ -627,6 +634,12 @@ def _refresh_tied_head(model: Any) -> None:
         method = getattr(head, "quant_method", None)
         if head is not None and method is not None and hasattr(head, "weight"):
             method.process_weights_after_loading(head)
+
+
+def _weights(source: WeightSource, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    if source.stream is not None:
+        return received(**source.stream, worker=get_tensor_model_parallel_rank(), device=device)
+    return shared_weights(source.handles, device) if source.handles else _tensors(source.path)
 
 
 def _tensors(path: str) -> Iterator[tuple[str, Tensor]]:

@@ -17,17 +17,16 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from agentjet.compute.weights import Publication, SharedFolder, fetch, release
+from agentjet.compute.weights import USE_FILE, Publication, SharedFolder, weights_of
 from agentjet.config import ComputeConfig, ModelConfig, SamplerConfig, SamplerLimits
 from agentjet.errors import AgentJetError, ComputeError, ConfigError, WorkerDied
 from agentjet.processes.guardian import places
@@ -191,6 +190,8 @@ class ReplicaServer:
         self._completions: dict[int, Completion] = {}
         self._loaded: VllmEngine | None = None
         self._info: ModelInfo | None = None
+        self._num_streamed = 0
+        """vLLM's workers that get weights as a stream of rank 0; 0 without one."""
         self._places = asyncio.Semaphore(0)
         self._scoring = asyncio.Lock()
         self._adopting = asyncio.Lock()
@@ -263,28 +264,37 @@ class ReplicaServer:
         self._loaded = await self._start(self._link, model, info, sampler, compute)
         self._tasks.add(asyncio.create_task(self._end_with(self._loaded)))
         self._info = info
+        self._num_streamed = compute.tensor_parallel if compute.weight_transfer == "nccl" else 0
         self._places = asyncio.Semaphore(self._loaded.limits.max_concurrent)
         return self._address, self._loaded.limits
 
     async def _adopt(self, publication: Publication) -> list[float]:
         engine = self._loaded
         assert engine is not None, "the gateway loads a model first"
+        weights = weights_of(publication, self._link.name, self._link.secret, self._num_streamed)
         async with self._adopting:
             started = time.monotonic()
-            path = await asyncio.to_thread(fetch, publication, self._link.name, self._link.secret)
-            fetched = time.monotonic()
-            try:
-                return await self._change_weights(engine, publication, path)
-            except AgentJetError as error:  # The weights may be half changed: it must end the process.
-                raise RuntimeError(str(error)) from error
-            finally:
-                release(path)
-                log.info(
-                    "version %d: fetched in %.2f s, adopted in %.2f s",
-                    publication.version, fetched - started, time.monotonic() - fetched,
-                )  # fmt: skip
+            with contextlib.ExitStack() as held:
+                source, rank_0 = await asyncio.to_thread(held.enter_context, weights)
+                fetched = time.monotonic()
+                loop, task = asyncio.get_running_loop(), asyncio.current_task()
+                if rank_0 is not None and task is not None:  # vLLM's workers may notice its end a minute later.
+                    loop.add_reader(rank_0, task.cancel, f"the stream of rank 0 ended early. {USE_FILE}")
+                    held.callback(loop.remove_reader, rank_0)
+                try:
+                    return await self._change_weights(engine, publication, source)
+                except (AgentJetError, asyncio.CancelledError) as error:
+                    # The weights may be half changed: it must end the process.
+                    raise RuntimeError(str(error)) from error
+                finally:
+                    log.info(
+                        "version %d: fetched in %.2f s, adopted in %.2f s",
+                        publication.version, fetched - started, time.monotonic() - fetched,
+                    )  # fmt: skip
 
-    async def _change_weights(self, engine: VllmEngine, publication: Publication, path: Path) -> list[float]:
+    async def _change_weights(
+        self, engine: VllmEngine, publication: Publication, source: Mapping[str, Any]
+    ) -> list[float]:
         """Pause, load, resume, and score the probe; returns its log-probabilities. Outboxes are held from then on.
 
         The probe is requested during the pause, so the engine computes it before the contexts of running completions.
@@ -294,7 +304,7 @@ class ReplicaServer:
         for completion in self._completions.values():
             self._put(completion, None)
         paused = time.monotonic()
-        await engine.load(path, publication.adapter)
+        await engine.load(source, publication.adapter)
         loaded = time.monotonic()
         self._is_holding = True
         for outbox in self._outboxes.values():
