@@ -25,7 +25,7 @@ from agentjet.compute.memory import (
     size_from_config,
     states_need,
 )
-from agentjet.config import SamplerConfig
+from agentjet.config import SamplerConfig, SamplerLimits
 from agentjet.errors import ConfigError
 
 LLAMA_8B = {
@@ -141,9 +141,9 @@ def test_fewest_ranks() -> None:
 
 def test_a_replica() -> None:
     size = size_from_config(LLAMA_8B)
-    need = replica_need(size, cache_tokens=1000, tensor_parallel=2)
+    need = replica_need(size, SamplerLimits(8, 1000), tensor_parallel=2)
     assert need.weights == size.num_parameters
-    assert need.cache == 2 * 32 * 8 * 128 * 1000
+    assert need.cache == 2 * 32 * 8 * 128 * 33 * 32  # 1,000 tokens in blocks of 32, and an empty block.
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_a_replica() -> None:
     [
         (80 * GB, {}, (256, 262_144)),
         (24 * GB, {}, (64, 65_536)),  # Does not fit: as without a GPU, and `doctor` says so.
-        (36 * GB, {}, (105, 108_276)),  # In 90 % of it, beside 16.1 GB of weights and 2 GiB.
+        (36 * GB, {}, (105, 108_224)),  # 3,383 blocks in 90 % of it, beside 16.1 GB of weights and 2 GiB.
         (80 * GB, {"cache_tokens": 100_000}, (97, 100_000)),
         (80 * GB, {"cache_tokens": 4096}, (8, 4096)),
         (80 * GB, {"max_concurrent": 32}, (32, 65_536)),
@@ -222,7 +222,7 @@ def test_numbers_that_the_memory_does_not_hold_are_refused(
 def test_the_rate_of_sampling_has_two_limits() -> None:
     """Llama 3.1 8B on an H100: 64 rows are bound by memory, 1,024 short ones by arithmetic."""
     size = size_from_config(LLAMA_8B)
-    need = replica_need(size, cache_tokens=65_536)
+    need = replica_need(size, SamplerLimits(64, 65_536))
     gpu = {"bandwidth": 3.35e12, "arithmetic": 989e12}
     few, many = (sampling_rate(need, size, **gpu, concurrent=rows, context=100) for rows in (64, 1024))
     assert few == pytest.approx(64 * 3.35e12 / (2 * 8.03e9 + 64 * 100 * 131_072), rel=1e-3)
