@@ -131,6 +131,7 @@ def test_the_figures_are_those_of_vllm(tmp_path: Path) -> None:
     [
         ("falcon_h1", {"mamba_d_state": 256, "mamba_d_head": 16, "mamba_d_ssm": 64}, 288),
         ("gemma3_window", {}, 32),
+        ("gemma4", {}, 32),
         ("llama", {}, 32),
     ],
 )
@@ -148,7 +149,7 @@ def test_an_engine_allocates_what_is_counted(
 def test_what_is_given_is_what_is_counted() -> None:
     """Hand arithmetic of Qwen3-Next: blocks of 1,056 tokens, which hold a state, in 4 groups of 12 layers."""
     size = size_from_config(sizes(CASES["states"]))
-    assert size.replica_cache == CacheSize(12, 0, 36, 2, 2 * 256, 32 * 128 * 128 + 3 * 8192)
+    assert size.replica_cache == CacheSize(12, 0, 36, 2, 512, 2, 512, 32 * 128 * 128 + 3 * 8192)
     page = 4 * size.replica_cache.state_values
     tokens = 32 * -(-page // (32 * 2048))
     blocks = -(-65_536 // tokens) + 3 * 2 * (64 + 2) + 1

@@ -52,7 +52,7 @@ class CacheSize:
 
     vLLM plans blocks in these bytes, and pads as this class counts: all blocks have one size, a layer with a window
     takes as many as one without, and a block has room for a state. Estimated: states are counted in float32, which is
-    vLLM's largest type, and the keys of all layers are as large as those of the first.
+    vLLM's largest type, and all layers of a kind have keys of one size.
     """
 
     full_layers: int
@@ -64,6 +64,9 @@ class CacheSize:
     """Heads of keys; 1 with MLA, whose latent vectors every GPU holds whole."""
     head_values: int
     """Numbers of a head for each token and layer."""
+    window_kv_heads: int
+    window_head_values: int
+    """The same of layers with windows."""
     state_values: int
     """Numbers in the state of one recurrent layer for each sequence."""
     is_mla: bool = False
@@ -71,11 +74,14 @@ class CacheSize:
     @property
     def token_values(self) -> int:
         """Numbers of all layers for each token."""
-        return (self.full_layers + self.window_layers) * self.kv_heads * self.head_values
+        full = self.full_layers * self.kv_heads * self.head_values
+        return full + self.window_layers * self.window_kv_heads * self.window_head_values
 
     def bytes(self, limits: SamplerLimits, *, tensor_parallel: int = 1, value_bytes: int = 2) -> int:
         """Returns the bytes of a GPU for `cache_tokens` tokens, and for the states of `max_concurrent` completions."""
-        token = max(1, self.kv_heads // tensor_parallel) * self.head_values * value_bytes
+        of_full = max(1, self.kv_heads // tensor_parallel) * self.head_values * value_bytes
+        of_window = max(1, self.window_kv_heads // tensor_parallel) * self.window_head_values * value_bytes
+        token = max(of_full if self.full_layers else 0, of_window if self.window_layers else 0)
         state = 4 * self.state_values // tensor_parallel if self.recurrent_layers else 0
         tokens, page = BLOCK_TOKENS, BLOCK_TOKENS * token
         if state and token:  # vLLM makes a block of keys as large as a state.
@@ -90,10 +96,14 @@ class CacheSize:
             return 0
         group = max(present) if max(present) < 1.5 * min(present) else min(present)
         full, window, recurrent = (-(-count // group) for count in kinds)
-        held = -(-limits.cache_tokens // tokens)
+        # Blocks of smaller keys hold more tokens, if a whole number of them fits.
+        in_full, in_window = (
+            -(-limits.cache_tokens // (tokens * (1 if not own or token % own else token // own)))
+            for own in (of_full, of_window)
+        )
         states = STATES_PER_COMPLETION * (limits.max_concurrent + EXTRA_REQUESTS)
         # A window may begin within a block. One block is always empty.
-        blocks = full * held + window * (held + 1) + recurrent * states + 1
+        blocks = full * in_full + window * (in_window + 1) + recurrent * states + 1
         return blocks * group * page
 
 
@@ -247,18 +257,25 @@ def cache_size(config: dict[str, Any]) -> CacheSize:
     elif config.get("sliding_window") and config.get("use_sliding_window", True):
         windows = with_keys
     kv_heads, values, is_mla = 0, 0, False
+    of_full: dict[str, Any] = {}
     if with_keys:
         heads = config["num_attention_heads"]
         kv_heads = config.get("num_key_value_heads") or (1 if config.get("multi_query") else heads)
         values = 2 * (config.get("head_dim") or config["hidden_size"] // heads)
+        # Gemma 4 has other heads in layers without windows: in the hub's names, and in those of transformers.
+        of_full = {"head_dim": config.get("global_head_dim"), "kv": config.get("num_global_key_value_heads")}
+        for changes in (config.get("per_layer_config") or {}).values():
+            of_full = {"head_dim": changes.get("head_dim"), "kv": changes.get("num_key_value_heads")}
         if config.get("kv_lora_rank") and config.get("model_type") != "minicpm3":  # vLLM stores its heads apart.
             kv_heads, values, is_mla = 1, config["kv_lora_rank"] + config["qk_rope_head_dim"], True
     return CacheSize(
         full_layers=with_keys - windows,
         window_layers=windows,
         recurrent_layers=recurrent,
-        kv_heads=kv_heads,
-        head_values=values,
+        kv_heads=of_full.get("kv") or kv_heads,
+        head_values=2 * (of_full.get("head_dim") or 0) or values,
+        window_kv_heads=kv_heads,
+        window_head_values=values,
         state_values=state,
         is_mla=is_mla,
     )
