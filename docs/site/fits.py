@@ -98,9 +98,7 @@ def _learner(size: ModelSize, gpu: Gpu) -> list[str]:
 def _sampler(size: ModelSize, gpu: Gpu) -> list[str]:
     """The fewest GPUs of a replica, the memory of each, and an upper bound of its tokens a second."""
     count = 1
-    while (need := replica_need(size, LIMITS, tensor_parallel=count)).total > (
-        REPLICA_USABLE * gpu.memory
-    ):
+    while (need := replica_need(size, LIMITS, tensor_parallel=count)).total > (REPLICA_USABLE * gpu.memory):
         count *= 2
         if count > MOST_PARALLEL:
             return ["none", "-", "-"]

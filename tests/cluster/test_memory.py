@@ -11,6 +11,7 @@ import pytest
 
 from agentjet.compute.group import Sharding
 from agentjet.compute.memory import (
+    REPLICA_USABLE,
     Learning,
     SamplerRoom,
     activation_bytes,
@@ -161,6 +162,31 @@ def test_a_replica() -> None:
 def test_the_numbers_of_a_replica_with_gpus(memory: int, settings: dict[str, int], expected: tuple[int, int]) -> None:
     chosen = SamplerConfig.model_validate(settings)
     assert replica_limits(chosen, size_from_config(LLAMA_8B), memory=memory) == expected
+
+
+@pytest.mark.parametrize(
+    ("memory", "settings", "expected"),
+    [
+        (80 * GB, {}, (256, 262_144)),
+        (12 * GB, {}, (98, 100_352)),
+        (6 * GB, {}, (31, 65_536)),  # Fewer states beside the least cache.
+        (4 * GB, {}, (8, 65_536)),
+        (12 * GB, {"cache_tokens": 100_000}, (97, 100_000)),
+        (8 * GB, {"cache_tokens": 100_000}, (51, 100_000)),
+        (12 * GB, {"max_concurrent": 100}, (100, 85_280)),
+    ],
+)
+def test_the_numbers_of_a_replica_with_states(memory: int, settings: dict[str, int], expected: tuple[int, int]) -> None:
+    """A hybrid of 75 MB of states for each completion. One more completion does not fit."""
+    layers = {"layer_types": ["mamba", "mamba", "mamba", "attention"] * 8}
+    states = {"mamba_n_heads": 24, "mamba_d_head": 64, "mamba_d_state": 256}
+    size = size_from_config({**SMOLLM2, "num_hidden_layers": 32, **layers, **states})
+    limits = replica_limits(SamplerConfig.model_validate(settings), size, memory=memory)
+    assert limits == expected
+    usable, (rows, cache) = REPLICA_USABLE * memory, limits
+    assert replica_need(size, limits).total <= usable or rows == 8
+    if rows < cache // 1024 and "max_concurrent" not in settings:
+        assert replica_need(size, SamplerLimits(rows + 1, cache)).total > usable
 
 
 H200 = SamplerRoom(left=115 * GB, kept=56 * GB, by_token=98_304, by_row=0, context=8192)

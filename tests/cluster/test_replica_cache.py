@@ -166,7 +166,8 @@ def test_mla_in_both_backends() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "parameters"), [("mixtral", 46.70e9), ("glm4_moe", 106.85e9), ("gpt_oss", 116.8e9), ("qwen3_next", 79.67e9)]
+    ("kind", "parameters"),
+    [("mixtral", 46.70e9), ("glm4_moe", 106.85e9), ("qwen3_next", 79.67e9)],
 )
 def test_parameters_of_experts(kind: str, parameters: float) -> None:
     """As the library builds them with these defaults."""
@@ -181,10 +182,13 @@ def test_parameters_of_experts(kind: str, parameters: float) -> None:
     [
         (
             "ValueError: To serve at least one request with the model's max seq len (65536), (1.55 GiB KV cache is",
-            r"^sampler.cache_tokens: .* no sequence of 65536 tokens .*: lower model.context_length below 65536, or raise",
+            r"^sampler.cache_tokens: .* no sequence of 65536 tokens .*: lower model.context_length below 65536, or",
         ),
         ("torch.OutOfMemoryError: CUDA out of memory", r"the memory does not hold .*: lower sampler.cache_tokens or"),
-        ("ValueError: Model architectures ['Foo'] are not supported.", "^refused; the first error in its log: ValueErr"),
+        (
+            "ValueError: Model architectures ['Foo'] are not supported.",
+            "^refused; the first error in its log: ValueErr",
+        ),
     ],
 )
 def test_a_cache_that_is_too_small_or_too_large_names_its_settings(cause: str, expected: str) -> None:

@@ -471,8 +471,8 @@ def replica_limits(
     rows, cache = settings.limits
     wanted = REPLICA_ROWS if settings.max_concurrent == "auto" else rows
     if settings.max_concurrent == "auto" and size.state_values:
-        tokens = 0 if settings.cache_tokens == "auto" else cache
-        while wanted > rows and left(wanted, tokens or wanted * ROW_TOKENS) < 0:
+        least = 0 if settings.cache_tokens != "auto" else ROW_TOKENS
+        while wanted > FEWEST_ROWS and left(wanted, max(cache, wanted * least)) < 0:
             wanted -= 1
     if settings.cache_tokens == "auto":
         fitting = bisect_right(range(wanted * ROW_TOKENS + 1), 0, key=lambda tokens: -left(wanted, tokens)) - 1
