@@ -177,7 +177,7 @@ def model_size(folder: Path) -> ModelSize:
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         counted = size_from_config(config)
-    except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{folder / 'config.json'} has no readable sizes: {error!r}") from None
     if files := sorted(folder.glob("*.safetensors")):
         total = sum(map(parameters_in, files))

@@ -436,7 +436,7 @@ def limits_of(model: ModelConfig, info: ModelInfo, sampler: SamplerConfig, compu
         return sampler.limits
     try:
         size = size_from_config(_sizes_of(model))
-    except (KeyError, TypeError):  # Its cache cannot be computed before it is loaded.
+    except (KeyError, TypeError, AttributeError):  # Its memory cannot be computed before it is loaded.
         return sampler.limits
     return replica_limits(
         sampler,
@@ -457,20 +457,21 @@ def _sizes_of(model: ModelConfig) -> dict[str, Any]:
     """Returns the config of a model's decoder, with the names that its class translates, such as GPT-2's."""
     config = _config_of(model).get_text_config()
     names = ("hidden_size", "num_hidden_layers", "num_attention_heads")
-    return config.to_dict() | {name: getattr(config, name) for name in names if hasattr(config, name)}
+    sizes: dict[str, Any] = config.to_dict()
+    return sizes | {name: getattr(config, name) for name in names if hasattr(config, name)}
 
 
 def _cache_bytes(model: ModelConfig, info: ModelInfo, limits: SamplerLimits, compute: ComputeConfig) -> int:
     """Returns the bytes of the cache of each GPU, as `replica_need` counts them. Raises `ConfigError`."""
+    value_bytes = getattr(torch, info.dtype).itemsize
     try:
         size = cache_size(_sizes_of(model))
-    except (KeyError, TypeError) as error:
+        return size.bytes(limits, tensor_parallel=compute.tensor_parallel, value_bytes=value_bytes)
+    except (KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"model.name = {model.name!r}: its config.json has no sizes that a replica's cache can be computed from "
             f"({error!r}). compute.backend = 'embedded' holds every model of transformers"
         ) from None
-    itemsize = getattr(torch, info.dtype).itemsize
-    return size.bytes(limits, tensor_parallel=compute.tensor_parallel, value_bytes=itemsize)
 
 
 def engine_settings(
