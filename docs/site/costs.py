@@ -12,6 +12,7 @@ from agentjet.compute.memory import (
     sampling_rate,
     size_from_config,
 )
+from agentjet.config import SamplerLimits
 
 MARK = "<!-- made by `make docs` -->"
 SIZES = {
@@ -64,7 +65,7 @@ def memory_row(name: str, size: ModelSize) -> str:
 def time_row(name: str, size: ModelSize) -> str:
     learning = PEAK * UTILISATION / (6 * size.num_parameters)
     context = PROMPT + TURNS * (CONTEXT + SAMPLED) // 2
-    need = replica_need(size, cache_tokens=EPISODES * context)
+    need = replica_need(size, SamplerLimits(EPISODES, EPISODES * context))
     limit = sampling_rate(need, size, bandwidth=BANDWIDTH, arithmetic=PEAK, concurrent=EPISODES, context=context)
     sampling = SAMPLER_SHARE * limit
     sampled = BATCHES * EPISODES * TURNS * SAMPLED

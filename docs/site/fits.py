@@ -18,9 +18,10 @@ from agentjet.compute.memory import (
     sampling_rate,
     size_from_config,
 )
+from agentjet.config import SamplerLimits
 
-CACHE_TOKENS = 65_536
 CONCURRENT, CONTEXT = 64, 1_000
+LIMITS = SamplerLimits(CONCURRENT, 65_536)
 MOST_PARALLEL = 8
 """GPUs of one machine, which a replica cannot exceed."""
 ESTIMATED = "(e)"
@@ -78,7 +79,7 @@ def table() -> str:
 
 
 def _row(name: str, size: ModelSize, gpu: Gpu) -> str:
-    worker = rank_need(size, ranks=1, sharding="gathered").total + replica_need(size, cache_tokens=CACHE_TOKENS).cache
+    worker = rank_need(size, ranks=1, sharding="gathered").total + replica_need(size, LIMITS).cache
     fits = "fits" if worker <= USABLE * gpu.memory else "no"
     cells = [name, gpu.name, f"{fits}, {_gigabytes(worker)}", *_learner(size, gpu), *_sampler(size, gpu)]
     return f"| {' | '.join(cells)} |"
@@ -97,13 +98,11 @@ def _learner(size: ModelSize, gpu: Gpu) -> list[str]:
 def _sampler(size: ModelSize, gpu: Gpu) -> list[str]:
     """The fewest GPUs of a replica, the memory of each, and an upper bound of its tokens a second."""
     count = 1
-    while (need := replica_need(size, cache_tokens=CACHE_TOKENS, tensor_parallel=count)).total > (
-        REPLICA_USABLE * gpu.memory
-    ):
+    while (need := replica_need(size, LIMITS, tensor_parallel=count)).total > (REPLICA_USABLE * gpu.memory):
         count *= 2
         if count > MOST_PARALLEL:
             return ["none", "-", "-"]
-    whole = replica_need(size, cache_tokens=CACHE_TOKENS)
+    whole = replica_need(size, LIMITS)
     rate = sampling_rate(
         whole,
         size,

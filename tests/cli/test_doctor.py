@@ -216,6 +216,20 @@ def test_without_gpus_processes_share_the_memory(model: Path, monkeypatch: pytes
     assert "problem" not in lines(settings(model, samplers=3), LAPTOP)
 
 
+def test_the_states_of_replicas_count(model: Path) -> None:
+    """24 recurrent layers with states of 4.5 MB, padded: 2 for each of 64 completions, and of 2 requests that score."""
+    layers = {"layer_types": ["linear_attention"] * 24 + ["full_attention"] * 8}
+    linear = {"linear_num_value_heads": 64, "linear_num_key_heads": 16}
+    linear |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+    (model / "config.json").write_text(json.dumps({**LLAMA_8B, **layers, **linear}))
+    few = lines(settings(model, {"sampler.max_concurrent": 8}), EIGHT)
+    many = lines(settings(model, {"sampler.max_concurrent": 64}), EIGHT)
+    assert "each GPU of a replica: 22.5 GB (weights 16.1, cache 4.3, workspace 2.1) of 72.0 GB" in few
+    assert "cache 16.3, workspace 2.1) of 72.0 GB" in many
+    text = lines(settings(model, {"sampler.max_concurrent": 512}), EIGHT)
+    assert "does not fit; lower sampler.cache_tokens or sampler.max_concurrent, or raise compute.tensor_paral" in text
+
+
 def test_ports_that_others_listen_on(model: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]

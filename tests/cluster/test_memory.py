@@ -11,6 +11,7 @@ import pytest
 
 from agentjet.compute.group import Sharding
 from agentjet.compute.memory import (
+    REPLICA_USABLE,
     Learning,
     SamplerRoom,
     activation_bytes,
@@ -25,7 +26,7 @@ from agentjet.compute.memory import (
     size_from_config,
     states_need,
 )
-from agentjet.config import SamplerConfig
+from agentjet.config import SamplerConfig, SamplerLimits
 from agentjet.errors import ConfigError
 
 LLAMA_8B = {
@@ -141,9 +142,9 @@ def test_fewest_ranks() -> None:
 
 def test_a_replica() -> None:
     size = size_from_config(LLAMA_8B)
-    need = replica_need(size, cache_tokens=1000, tensor_parallel=2)
+    need = replica_need(size, SamplerLimits(8, 1000), tensor_parallel=2)
     assert need.weights == size.num_parameters
-    assert need.cache == 2 * 32 * 8 * 128 * 1000
+    assert need.cache == 2 * 32 * 8 * 128 * 33 * 32  # 1,000 tokens in blocks of 32, and an empty block.
 
 
 @pytest.mark.parametrize(
@@ -151,7 +152,7 @@ def test_a_replica() -> None:
     [
         (80 * GB, {}, (256, 262_144)),
         (24 * GB, {}, (64, 65_536)),  # Does not fit: as without a GPU, and `doctor` says so.
-        (36 * GB, {}, (105, 108_276)),  # In 90 % of it, beside 16.1 GB of weights and 2 GiB.
+        (36 * GB, {}, (105, 108_224)),  # 3,383 blocks in 90 % of it, beside 16.1 GB of weights and 2 GiB.
         (80 * GB, {"cache_tokens": 100_000}, (97, 100_000)),
         (80 * GB, {"cache_tokens": 4096}, (8, 4096)),
         (80 * GB, {"max_concurrent": 32}, (32, 65_536)),
@@ -161,6 +162,31 @@ def test_a_replica() -> None:
 def test_the_numbers_of_a_replica_with_gpus(memory: int, settings: dict[str, int], expected: tuple[int, int]) -> None:
     chosen = SamplerConfig.model_validate(settings)
     assert replica_limits(chosen, size_from_config(LLAMA_8B), memory=memory) == expected
+
+
+@pytest.mark.parametrize(
+    ("memory", "settings", "expected"),
+    [
+        (80 * GB, {}, (256, 262_144)),
+        (12 * GB, {}, (98, 100_352)),
+        (6 * GB, {}, (31, 65_536)),  # Fewer states beside the least cache.
+        (4 * GB, {}, (8, 65_536)),
+        (12 * GB, {"cache_tokens": 100_000}, (97, 100_000)),
+        (8 * GB, {"cache_tokens": 100_000}, (51, 100_000)),
+        (12 * GB, {"max_concurrent": 100}, (100, 85_280)),
+    ],
+)
+def test_the_numbers_of_a_replica_with_states(memory: int, settings: dict[str, int], expected: tuple[int, int]) -> None:
+    """A hybrid of 75 MB of states for each completion. One more completion does not fit."""
+    layers = {"layer_types": ["mamba", "mamba", "mamba", "attention"] * 8}
+    states = {"mamba_n_heads": 24, "mamba_d_head": 64, "mamba_d_state": 256}
+    size = size_from_config({**SMOLLM2, "num_hidden_layers": 32, **layers, **states})
+    limits = replica_limits(SamplerConfig.model_validate(settings), size, memory=memory)
+    assert limits == expected
+    usable, (rows, cache) = REPLICA_USABLE * memory, limits
+    assert replica_need(size, limits).total <= usable or rows == 8
+    if rows < cache // 1024 and "max_concurrent" not in settings:
+        assert replica_need(size, SamplerLimits(rows + 1, cache)).total > usable
 
 
 H200 = SamplerRoom(left=115 * GB, kept=56 * GB, by_token=98_304, by_row=0, context=8192)
@@ -222,7 +248,7 @@ def test_numbers_that_the_memory_does_not_hold_are_refused(
 def test_the_rate_of_sampling_has_two_limits() -> None:
     """Llama 3.1 8B on an H100: 64 rows are bound by memory, 1,024 short ones by arithmetic."""
     size = size_from_config(LLAMA_8B)
-    need = replica_need(size, cache_tokens=65_536)
+    need = replica_need(size, SamplerLimits(64, 65_536))
     gpu = {"bandwidth": 3.35e12, "arithmetic": 989e12}
     few, many = (sampling_rate(need, size, **gpu, concurrent=rows, context=100) for rows in (64, 1024))
     assert few == pytest.approx(64 * 3.35e12 / (2 * 8.03e9 + 64 * 100 * 131_072), rel=1e-3)

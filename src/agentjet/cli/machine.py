@@ -388,9 +388,10 @@ class _Fit:
         if self.on_gpu and not compute.colocated:
             limits = replica_limits(self.sampler, self.size, memory=self.device, **split)
         yield self._sampled(limits, "each replica: ")
-        replica = replica_need(self.size, cache_tokens=limits.cache_tokens, **split)
+        replica = replica_need(self.size, limits, **split)
+        lower = "lower sampler.cache_tokens" + (" or sampler.max_concurrent" if self.size.state_values else "")
         if self.on_gpu:
-            way_out = "lower sampler.cache_tokens, or raise compute.tensor_parallel"
+            way_out = f"{lower}, or raise compute.tensor_parallel"
             yield self._finding("each GPU of a replica", replica, int(REPLICA_USABLE * self.device), way_out)
             return
         left = int(REPLICA_USABLE * self.machine.memory) - compute.ranks * rank.total
@@ -398,7 +399,7 @@ class _Fit:
         if most := max(0, left // replica.total):
             way_out = f"at most {most} samplers fit (compute.samplers)"
         elif replica.total - replica.cache <= left:
-            way_out = "lower sampler.cache_tokens"
+            way_out = lower
         num = compute.samplers.most
         yield self._finding(f"each of {num} replicas", replica, max(0, left) // num, way_out)
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import math
 import struct
+from bisect import bisect_right
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,8 +36,75 @@ FEWEST_ROWS, MOST_ROWS = 8, 512
 """Bounds of completions sampled at a time, where `auto` chooses."""
 REPLICA_ROWS = 256
 """Completions sampled at a time by a replica that shares no GPU, where `auto` chooses and the memory holds them."""
+BLOCK_TOKENS = 32
+"""Tokens of a block of a replica's cache. The CPU's attention needs a multiple of 32."""
+MLA_BLOCK_TOKENS = 128
+"""vLLM's least tokens of a block for a model with MLA and states."""
+EXTRA_REQUESTS = 2
+"""Places of a replica beside those of completions: one request scores tokens, one scores the probe."""
 SHARED_BYTES = 160 * 2**20
 """Shared memory of a replica with `tensor_parallel`: the messages between vLLM's processes."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSize:
+    """The sizes of a model that the cache of a replica depends on.
+
+    vLLM plans blocks in these bytes, and pads as this class counts: all blocks have one size, a layer with a window
+    takes as many as one without, and a block has room for a state. Estimated: states are counted in float32, which is
+    vLLM's largest type, and all layers of a kind have keys of one size.
+    """
+
+    full_layers: int
+    """Layers with keys of all tokens."""
+    window_layers: int
+    """Layers with keys of a window or a chunk."""
+    recurrent_layers: int
+    kv_heads: int
+    """Heads of keys; 1 with MLA, whose latent vectors every GPU holds whole."""
+    head_values: int
+    """Numbers of a head for each token and layer."""
+    window_kv_heads: int
+    window_head_values: int
+    """The same of layers with windows."""
+    state_values: int
+    """Numbers in the state of one recurrent layer for each sequence."""
+    is_mla: bool = False
+
+    @property
+    def token_values(self) -> int:
+        """Numbers of all layers for each token."""
+        full = self.full_layers * self.kv_heads * self.head_values
+        return full + self.window_layers * self.window_kv_heads * self.window_head_values
+
+    def bytes(self, limits: SamplerLimits, *, tensor_parallel: int = 1, value_bytes: int = 2) -> int:
+        """Returns the bytes of a GPU for `cache_tokens` tokens, and for the states of `max_concurrent` completions."""
+        of_full = max(1, self.kv_heads // tensor_parallel) * self.head_values * value_bytes
+        of_window = max(1, self.window_kv_heads // tensor_parallel) * self.window_head_values * value_bytes
+        token = max(of_full if self.full_layers else 0, of_window if self.window_layers else 0)
+        state = 4 * self.state_values // tensor_parallel if self.recurrent_layers else 0
+        tokens, page = BLOCK_TOKENS, BLOCK_TOKENS * token
+        if state and token:  # vLLM makes a block of keys as large as a state.
+            step = MLA_BLOCK_TOKENS if self.is_mla else BLOCK_TOKENS
+            tokens = step * -(-state // (step * token))
+            page = tokens * token
+        page = page or state
+        # Layers of a kind are cut into groups of one size, with their own blocks. See `get_kv_cache_groups` of vLLM.
+        kinds = (self.full_layers, self.window_layers, self.recurrent_layers)
+        present = [count for count in kinds if count]
+        if not present:
+            return 0
+        group = max(present) if max(present) < 1.5 * min(present) else min(present)
+        full, window, recurrent = (-(-count // group) for count in kinds)
+        # Blocks of smaller keys hold more tokens, if a whole number of them fits.
+        in_full, in_window = (
+            -(-limits.cache_tokens // (tokens * (1 if not own or token % own else token // own)))
+            for own in (of_full, of_window)
+        )
+        states = STATES_PER_COMPLETION * (limits.max_concurrent + EXTRA_REQUESTS)
+        # A window may begin within a block. One block is always empty.
+        blocks = full * in_full + window * (in_window + 1) + recurrent * states + 1
+        return blocks * group * page
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +118,14 @@ class ModelSize:
     """Those of the experts that a token does not choose."""
     num_layers: int
     cache_values: int
-    """Numbers in the key-value cache for each token."""
+    """Numbers in the key-value cache of the embedded backend for each token."""
     hidden: int
     """Numbers between two layers for each token."""
     activations: int
     """Numbers that all layers keep of each token for the backward pass."""
     state_values: int
     """Numbers in the states of all recurrent layers for each sequence, in float32."""
+    replica_cache: CacheSize
     is_exact: bool
     """False if counted from the config: within a few percent for dense decoders."""
 
@@ -109,7 +177,7 @@ def model_size(folder: Path) -> ModelSize:
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         counted = size_from_config(config)
-    except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{folder / 'config.json'} has no readable sizes: {error!r}") from None
     if files := sorted(folder.glob("*.safetensors")):
         total = sum(map(parameters_in, files))
@@ -118,30 +186,98 @@ def model_size(folder: Path) -> ModelSize:
     return counted
 
 
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Names of the number of experts in configs: Qwen, Mixtral and gpt-oss, DeepSeek and GLM, Ernie."""
+WINDOWS = ("sliding_attention", "chunked_attention")
+"""Names in configs of layers that see a window or a chunk."""
+
+
 def size_from_config(config: dict[str, Any]) -> ModelSize:
-    """Counts the parameters of a decoder with gated MLPs and grouped attention. Raises `KeyError`, `TypeError`."""
+    """Counts the parameters of a decoder with gated MLPs and grouped attention or MLA. Raises `KeyError`, `TypeError`.
+
+    The parameters of recurrent layers are counted as attention.
+    """
     config = config.get("text_config") or config
     hidden, layers, vocabulary = config["hidden_size"], config["num_hidden_layers"], config["vocab_size"]
     heads = config["num_attention_heads"]
     kv_heads = config.get("num_key_value_heads") or heads
     width = config.get("head_dim") or hidden // heads
+    cache = cache_size(config)
     attention = 2 * hidden * heads * width + 2 * hidden * kv_heads * width
-    experts = config.get("num_experts") or config.get("num_local_experts") or 1
+    projected, stored = (heads + 2 * kv_heads) * width, 2 * kv_heads * width
+    if latent := config.get("kv_lora_rank"):
+        rope, key = config["qk_rope_head_dim"], config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
+        stored = heads * (key + config["v_head_dim"])
+        projected = stored + heads * key
+        query = config.get("q_lora_rank")
+        attention = query * (hidden + heads * key) if query else hidden * heads * key
+        attention += hidden * (latent + rope) + heads * latent * (stored // heads - rope)
+        attention += heads * config["v_head_dim"] * hidden
+    experts = next((config[name] for name in EXPERTS if config.get(name)), 1)
+    dense_inner = config.get("intermediate_size")
     inner = (config.get("moe_intermediate_size") if experts > 1 else None) or config["intermediate_size"]
+    shared = (config.get("n_shared_experts") or 0) * inner or config.get("shared_expert_intermediate_size") or 0
     active = (config.get("num_experts_per_tok") or 1) if experts > 1 else 1
-    recurrent, state = recurrent_layers(config, layers)
-    layer = attention + 3 * hidden * inner * experts + 2 * hidden + (hidden * experts if experts > 1 else 0)
+    dense = (config.get("first_k_dense_replace") or 0) if experts > 1 else 0
+    layer = attention + 2 * hidden + 3 * hidden * inner * experts
+    layer += hidden * experts + 3 * hidden * shared if experts > 1 else 0
+    in_layers = (layers - dense) * layer
+    in_layers += dense * (attention + 2 * hidden + 3 * hidden * (dense_inner or inner))
     embeddings = vocabulary * hidden * (1 if config.get("tie_word_embeddings") else 2)
     return ModelSize(
-        num_parameters=layers * layer + embeddings + hidden,
-        layer_parameters=layers * layer,
-        unused_parameters=layers * 3 * hidden * inner * (experts - active),
+        num_parameters=in_layers + embeddings + hidden,
+        layer_parameters=in_layers,
+        unused_parameters=(layers - dense) * 3 * hidden * inner * (experts - active),
         num_layers=layers,
-        cache_values=2 * (layers if config.get("model_type") == "falcon_h1" else layers - recurrent) * kv_heads * width,
-        state_values=recurrent * state,
+        cache_values=(cache.full_layers + cache.window_layers) * stored,
+        state_values=cache.recurrent_layers * cache.state_values,
         hidden=hidden,
-        activations=layers * (7 * hidden + (heads + 2 * kv_heads) * width + 4 * inner * active),
+        activations=layers * (7 * hidden + projected + 4 * (inner * active + shared)),
+        replica_cache=cache,
         is_exact=False,
+    )
+
+
+def cache_size(config: dict[str, Any]) -> CacheSize:
+    """Returns the sizes of a replica's cache, also for a model without attention. Raises `KeyError`, `TypeError`."""
+    config = config.get("text_config") or config
+    layers = config["num_hidden_layers"]
+    recurrent, state = recurrent_layers(config, layers)
+    with_keys = layers - recurrent
+    if config.get("model_type") == "falcon_h1":  # Each layer has both.
+        with_keys = layers
+    elif pattern := config.get("hybrid_override_pattern"):  # Other layers are MLPs.
+        with_keys = pattern.count("*")
+    with_keys -= config.get("num_kv_shared_layers") or 0
+    windows = 0
+    if kinds := config.get("layer_types"):
+        windows = sum(kind in WINDOWS for kind in kinds[: layers - (config.get("num_kv_shared_layers") or 0)])
+    elif every := config.get("sliding_window_pattern"):
+        windows = with_keys - with_keys // every
+    elif config.get("sliding_window") and config.get("use_sliding_window", True):
+        windows = with_keys
+    kv_heads, values, is_mla = 0, 0, False
+    of_full: dict[str, Any] = {}
+    if with_keys:
+        heads = config["num_attention_heads"]
+        kv_heads = config.get("num_key_value_heads") or (1 if config.get("multi_query") else heads)
+        values = 2 * (config.get("head_dim") or config["hidden_size"] // heads)
+        # Gemma 4 has other heads in layers without windows: in the hub's names, and in those of transformers.
+        of_full = {"head_dim": config.get("global_head_dim"), "kv": config.get("num_global_key_value_heads")}
+        for changes in (config.get("per_layer_config") or {}).values():
+            of_full = {"head_dim": changes.get("head_dim"), "kv": changes.get("num_key_value_heads")}
+        if config.get("kv_lora_rank") and config.get("model_type") != "minicpm3":  # vLLM stores its heads apart.
+            kv_heads, values, is_mla = 1, config["kv_lora_rank"] + config["qk_rope_head_dim"], True
+    return CacheSize(
+        full_layers=with_keys - windows,
+        window_layers=windows,
+        recurrent_layers=recurrent,
+        kv_heads=of_full.get("kv") or kv_heads,
+        head_values=2 * (of_full.get("head_dim") or 0) or values,
+        window_kv_heads=kv_heads,
+        window_head_values=values,
+        state_values=state,
+        is_mla=is_mla,
     )
 
 
@@ -311,10 +447,10 @@ def embedded_need(num_parameters: int, learning: Learning) -> Need:
     return need
 
 
-def replica_need(size: ModelSize, *, cache_tokens: int, tensor_parallel: int = 1, value_bytes: int = 2) -> Need:
-    """Returns the bytes of one GPU of a replica with a key-value cache of `cache_tokens`."""
+def replica_need(size: ModelSize, limits: SamplerLimits, *, tensor_parallel: int = 1, value_bytes: int = 2) -> Need:
+    """Returns the bytes of one GPU of a replica. Its cache gets as many: see `engine_settings`."""
     weights = size.num_parameters * value_bytes // tensor_parallel
-    cache = size.cache_values * cache_tokens * value_bytes // tensor_parallel
+    cache = size.replica_cache.bytes(limits, tensor_parallel=tensor_parallel, value_bytes=value_bytes)
     return Need(weights, cache=cache, extra=REPLICA_EXTRA)
 
 
@@ -323,14 +459,24 @@ def replica_limits(
 ) -> SamplerLimits:
     """Returns the numbers of a replica that shares no GPU; `memory` is the number of bytes of each.
 
-    `auto` is `REPLICA_ROWS` completions with `ROW_TOKENS` each, or fewer if the memory does not hold their cache.
+    `auto` is `REPLICA_ROWS` completions with `ROW_TOKENS` each, or fewer if the memory does not hold their cache and
+    states.
     """
+
+    def left(rows: int, tokens: int) -> int:
+        limits = SamplerLimits(rows, tokens)
+        need = replica_need(size, limits, tensor_parallel=tensor_parallel, value_bytes=value_bytes)
+        return int(REPLICA_USABLE * memory) - need.total
+
     rows, cache = settings.limits
     wanted = REPLICA_ROWS if settings.max_concurrent == "auto" else rows
+    if settings.max_concurrent == "auto" and size.state_values:
+        least = 0 if settings.cache_tokens != "auto" else ROW_TOKENS
+        while wanted > FEWEST_ROWS and left(wanted, max(cache, wanted * least)) < 0:
+            wanted -= 1
     if settings.cache_tokens == "auto":
-        need = partial(replica_need, size, tensor_parallel=tensor_parallel, value_bytes=value_bytes)
-        left, by_token = int(REPLICA_USABLE * memory) - need(cache_tokens=0).total, need(cache_tokens=1).cache
-        cache = max(cache, min(wanted * ROW_TOKENS, left // max(1, by_token)))
+        fitting = bisect_right(range(wanted * ROW_TOKENS + 1), 0, key=lambda tokens: -left(wanted, tokens)) - 1
+        cache = max(cache, fitting)
     if settings.max_concurrent == "auto":
         rows = max(FEWEST_ROWS, min(wanted, cache // ROW_TOKENS))
     return SamplerLimits(rows, cache)
@@ -357,7 +503,7 @@ def sampling_rate(
     `bandwidth` in bytes per second: each step reads the weights once, and the cached `context` of every completion.
     `arithmetic` in operations per second: a token takes 2 for each of its parameters (Kaplan et al. 2020, section 2.1).
     """
-    cache = 2 * size.cache_values * concurrent * context
+    cache = 2 * size.replica_cache.token_values * concurrent * context
     operations = 2 * (size.num_parameters - size.unused_parameters)
     return min(concurrent * bandwidth / (need.weights + cache), arithmetic / operations)
 

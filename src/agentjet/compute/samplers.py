@@ -600,4 +600,16 @@ def with_cause(error: ConfigError, cause: str) -> ConfigError:
             f"vLLM needs more shared memory in /dev/shm ({cause}): containers have 64 MiB by default; start this one "
             "with `docker run --shm-size=1g`, or as docs/cluster.md shows for Kubernetes"
         )
+    if length := re.search(r"max seq len \((\d+)\)", cause):
+        return ConfigError(
+            f"sampler.cache_tokens: a replica's cache holds no sequence of {length[1]} tokens ({cause}): lower "
+            f"model.context_length below {length[1]}, or raise sampler.cache_tokens with model.context_length = "
+            f"{length[1]}"
+        )
+    if re.search(r"kv cache allocation|out of memory", cause, re.IGNORECASE):
+        return ConfigError(
+            f"sampler.cache_tokens: the memory does not hold the model and its cache ({cause}): lower "
+            "sampler.cache_tokens or sampler.max_concurrent, or raise compute.tensor_parallel; `agentjet doctor` shows "
+            "the bytes"
+        )
     return ConfigError(f"{error}; the first error in its log: {cause}") if cause and cause not in str(error) else error

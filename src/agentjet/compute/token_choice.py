@@ -369,8 +369,9 @@ def restrict(
 def truncate(logits: Tensor, top_ks: NDArray[np.int64], top_ps: NDArray[np.float64]) -> Tensor:
     """Set rows of `logits` [T, V] outside the top k, then outside the smallest set of mass top p, to -inf.
 
-    A top k of 0 and a top p of 1 exclude nothing. The likeliest token always stays. Tokens as likely as the k-th stay;
-    of tokens as likely as the last one of a mass, those with the lowest ids.
+    A top k of 0 and a top p of 1 exclude nothing. The likeliest token always stays. Tokens as likely as the k-th stay.
+    If several tokens are as likely as the last one of a mass, those with the lowest ids stay. `_Likeliest` keeps the
+    first ones of its partial sort, whose ties have no fixed order. Learning repeats the set that was recorded.
     """
     device, vocabulary = logits.device, logits.shape[1]
     limits, masses = _to(np.where(top_ks > 0, top_ks, vocabulary), device), _to(top_ps.astype(np.float32), device)

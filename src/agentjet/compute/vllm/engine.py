@@ -48,7 +48,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
-from agentjet.compute.memory import replica_limits, size_from_config
+from agentjet.compute.memory import BLOCK_TOKENS, EXTRA_REQUESTS, cache_size, replica_limits, size_from_config
 from agentjet.compute.samplers import reason_in
 from agentjet.compute.token_choice import Grammars, Guide, restrict
 from agentjet.compute.transfers import received, shared_weights
@@ -61,17 +61,11 @@ from agentjet.types import ModelInfo, SamplingParams, TokenScore
 
 log = logging.getLogger(__name__)
 
-BLOCK_TOKENS = 32
-"""Tokens of a block of the cache. The CPU's attention needs a multiple of 32."""
-EXTRA_REQUESTS = 2
-"""Places beside those of completions: one request scores tokens, one scores the probe."""
 ADAPTER = "policy"
 """Name of the only adapter."""
 PROBE_ID = 2**64 - 1
 """Id of the probe among those of completions."""
 SEED_BITS = 2**63 - 1
-KV_BYTES = 2**28
-"""Memory that vLLM believes its cache to have. The number of blocks is set and counts."""
 CONNECT_SECONDS = 10.0
 DEATH_SECONDS = 0.5
 """Time between two looks at whether vLLM is dead."""
@@ -443,8 +437,8 @@ def limits_of(model: ModelConfig, info: ModelInfo, sampler: SamplerConfig, compu
     if current_platform.is_cpu() or compute.colocated:
         return sampler.limits
     try:
-        size = size_from_config(_config_of(model).to_dict())
-    except (KeyError, TypeError):  # Its cache cannot be computed before it is loaded.
+        size = size_from_config(_sizes_of(model))
+    except (KeyError, TypeError, AttributeError):  # Its memory cannot be computed before it is loaded.
         return sampler.limits
     return replica_limits(
         sampler,
@@ -459,6 +453,27 @@ def _config_of(model: ModelConfig) -> Any:
     from transformers import AutoConfig
 
     return AutoConfig.from_pretrained(_model_folder(model), trust_remote_code=False)
+
+
+def _sizes_of(model: ModelConfig) -> dict[str, Any]:
+    """Returns the config of a model's decoder, with the names that its class translates, such as GPT-2's."""
+    config = _config_of(model).get_text_config()
+    names = ("hidden_size", "num_hidden_layers", "num_attention_heads")
+    sizes: dict[str, Any] = config.to_dict()
+    return sizes | {name: getattr(config, name) for name in names if hasattr(config, name)}
+
+
+def _cache_bytes(model: ModelConfig, info: ModelInfo, limits: SamplerLimits, compute: ComputeConfig) -> int:
+    """Returns the bytes of the cache of each GPU, as `replica_need` counts them. Raises `ConfigError`."""
+    value_bytes = getattr(torch, info.dtype).itemsize
+    try:
+        size = cache_size(_sizes_of(model))
+        return size.bytes(limits, tensor_parallel=compute.tensor_parallel, value_bytes=value_bytes)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"model.name = {model.name!r}: its config.json has no sizes that a replica's cache can be computed from "
+            f"({error!r}). compute.backend = 'embedded' holds every model of transformers"
+        ) from None
 
 
 def engine_settings(
@@ -477,7 +492,8 @@ def engine_settings(
         "generation_config": "vllm",  # The model's own defaults would change the distribution.
         "max_model_len": limit,
         "max_num_seqs": places,
-        "num_gpu_blocks_override": -(-cache_tokens // BLOCK_TOKENS) + 1,
+        # vLLM plans the blocks. A number of blocks would ignore their size, which a model with states raises.
+        "kv_cache_memory_bytes": _cache_bytes(model, info, limits, compute),
         "block_size": BLOCK_TOKENS,
         "tensor_parallel_size": compute.tensor_parallel,
         "logprobs_mode": "processed_logprobs",
@@ -492,12 +508,11 @@ def engine_settings(
             "lora_target_modules": list(MODULES),
         }
     if compute.colocated and not current_platform.is_cpu():
-        # Memory is that of the blocks. vLLM would want its share of what the ranks use, too.
-        settings |= {"enable_sleep_mode": True, "kv_cache_memory_bytes": KV_BYTES, "gpu_memory_utilization": 0.01}
+        # vLLM would want its share of what the ranks use, too.
+        settings |= {"enable_sleep_mode": True, "gpu_memory_utilization": 0.01}
     if current_platform.is_cpu():
         settings |= {
             "enforce_eager": True,
-            "kv_cache_memory_bytes": KV_BYTES,
             # A seeded request whose prompt is computed in chunks ends the engine.
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": limit + places,
