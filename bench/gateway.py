@@ -40,6 +40,7 @@ COMPLETION_SECONDS = 0.5  # Duration of a completion while the overhead is measu
 ROOM = 1000  # Groups of a batch, and episodes of a group: far more than any run begins, so nothing is ever learned
 COLUMNS = ("calls", "errors", "rps", "p50_ms", "p99_ms", "commit_p50_ms", "server_cpu", "generator_cpu", "lag_p99_ms")
 COUNTERS = ("cpu_s", "rss_mb", "commits", "commit_s", "commit_p50_ms", "commit_p99_ms")  # See `scripted.counters`
+PEER_FIGURES = ("calls", "errors", "first_error", "rps", "p50_ms", "p99_ms", "generator_cpu")  # LiteLLM has no counters
 PEER_EPISODES = 100  # Open at once, at the gateway and at the peer
 AT_ONCE = 32  # Episodes begun, and ended, at the same time
 JOB = {"batch_size": ROOM, "group_size": ROOM, "lease_seconds": 3600.0, "max_episode_seconds": 3600.0}
@@ -266,9 +267,11 @@ def against_peer(rounds: int, calls: int, folder: Path) -> dict[str, Any]:
     """The capacity of the gateway and of LiteLLM's proxy under one load, in turn, and the median of their ratios."""
     outcomes, ratios = dict[str, Any](), list[float]()
     for k in range(1, rounds + 1):
-        outcomes[f"gateway {k}"] = mine = ours(PEER_EPISODES, calls, folder)
+        mine = ours(PEER_EPISODES, calls, folder)
         with tempfile.TemporaryDirectory(dir=folder) as made, litellm_peer.proxy(Path(made)) as url:
-            outcomes[f"LiteLLM {k}"] = peer = measure(Load(url, "", PEER_EPISODES, calls, key=litellm_peer.KEY))
+            peer = measure(Load(url, "", PEER_EPISODES, calls, key=litellm_peer.KEY))
+        for name, outcome in (("gateway", mine), ("LiteLLM", peer)):
+            outcomes[f"{name} {k}"] = {key: outcome[key] for key in PEER_FIGURES}
         ratios.append(round(mine["rps"] / peer["rps"], 2))
     errors = sum(outcome["errors"] for outcome in outcomes.values())
     return {"ratio": statistics.median(ratios), "ratios": ratios, "errors": errors, "outcomes": outcomes}
@@ -291,7 +294,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
         path = Path(folder)
         verdict = against_peer(given.peer, given.calls, path) if given.peer else run(*load, path)
-    report("gateway", verdict, grid(verdict["outcomes"], *COLUMNS))
+    columns = [one for one in COLUMNS if one in PEER_FIGURES] if given.peer else COLUMNS
+    report("gateway", verdict, grid(verdict["outcomes"], *columns))
     return 0 if verdict["errors"] == 0 else 1
 
 
