@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,7 +19,6 @@ from agentjet.config import ComputeConfig, ModelConfig, OptimizerConfig, ServeCo
 from agentjet.errors import ConfigError, OutOfCache, PolicyRemoved, WorkerDied
 from agentjet.front.calls import CallChunk, CallRequest
 from agentjet.protocol import BeginRequest, CallView, EpisodeQuery, EpisodeTree, FinishRequest, JobBody
-from agentjet.server.fronts import Fronts
 from agentjet.server.gateway import Gateway
 from agentjet.server.read import job_of
 from agentjet.server.runs import Runs
@@ -44,6 +43,9 @@ from agentjet.types import (
     TokenScore,
 )
 from tests.tiny import dialect, make_model_info, tokenizer
+
+if TYPE_CHECKING:
+    from agentjet.server.fronts import Fronts
 
 RUN = Path("runs/default")
 """Folder of the default run in a data dir."""
