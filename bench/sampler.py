@@ -7,8 +7,9 @@ last line; `ratio` is our tokens per second over the library's.
 `--host` measures our sampler alone, in CPU seconds of one thread, so that other programs do not count:
 
 * `host_us_row`: microseconds of a step of 512 rows per row, the shortest of 60 steps, with a model that computes
-  nothing and the tables of CUDA; `_cpu` with those of a CPU, `_worker` with the worker's part, `_ends` if completions
-  of 200 tokens on average and of prompts of 100 end and start;
+  nothing and the tables of CUDA; `_replay` without the content of a step's graph, above all the choice of tokens, which
+  CUDA replays and a CPU computes; `_cpu` with the tables of a CPU, `_worker` with the worker's part, `_ends` if
+  completions of 200 tokens on average and of prompts of 100 end and start;
 * `restricted_cost`: a step of 64 completions with `top_p = 0.9`, divided by one without;
 * `beside_prompt`: tokens per second of short calls beside a prompt of 8,000 tokens, divided by their own alone;
   `beside_sum`: the same plus the ratio of the prompt's speed.
@@ -30,11 +31,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import numpy as np
 import psutil
@@ -184,11 +186,13 @@ def idle_sampler(*, paged: bool) -> ModelSampler:
     return ModelSampler(policy, ROWS, CONTEXT * ROWS, graphs=paged)
 
 
-def host_microseconds(*, paged: bool, ends: bool = False, worker: bool = False) -> float:
+def host_microseconds(*, paged: bool, ends: bool = False, worker: bool = False, replay: bool = False) -> float:
     """CPU microseconds of a step per row: the shortest of 60 steps, because other programs slow the processor down.
 
-    With `worker`, tokens become pieces of one token.
+    With `worker`, tokens become pieces of one token. With `replay`, graphs compute nothing: all tokens are those of the
+    step before.
     """
+    from agentjet.compute.decode_graphs import DecodeGraph
     from agentjet.compute.rank import Rank
     from agentjet.types import PolicyId, SamplingParams
 
@@ -219,10 +223,11 @@ def host_microseconds(*, paged: bool, ends: bool = False, worker: bool = False) 
     for _ in range(150 * ends):
         step()
     found = []
-    for _ in range(60):
-        began = time.process_time()
-        num_tokens = step()
-        found.append((time.process_time() - began) / num_tokens)
+    with patch.object(DecodeGraph, "_compute") if replay else nullcontext():
+        for _ in range(60):
+            began = time.process_time()
+            num_tokens = step()
+            found.append((time.process_time() - began) / num_tokens)
     return 1e6 * min(found)
 
 
@@ -307,6 +312,7 @@ def measure_host(model: str, *, quick: bool) -> dict[str, float]:
     make_deterministic()
     figures = {
         "host_us_row": host_microseconds(paged=True),
+        "host_us_row_replay": host_microseconds(paged=True, replay=True),
         "host_us_row_cpu": host_microseconds(paged=False),
         "host_us_row_worker": host_microseconds(paged=True, worker=True),
         "host_us_row_ends": host_microseconds(paged=True, ends=True),
