@@ -33,12 +33,14 @@ class FrontInProcess:
         self._front._samplers, self._front._clock = compute, clock
         self._tasks: set[asyncio.Task[Any]] = set()
         self._begun: asyncio.Task[None] | None = None
+        self._started = asyncio.Event()
 
     def __len__(self) -> int:
         return 1
 
     def start(self) -> None:
         self._begun = asyncio.create_task(self._begin())
+        self._started.set()
 
     async def close(self) -> None:
         for task in (*self._tasks, *self._front._tasks):
@@ -52,7 +54,8 @@ class FrontInProcess:
         return []
 
     async def ask(self, front: int, op: str, *args: Any) -> Any:
-        assert self._begun is not None, "`start` comes first"
+        await self._started.wait()
+        assert self._begun is not None
         await self._begun
         return await self._answer(op, *args)
 

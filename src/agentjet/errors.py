@@ -156,6 +156,11 @@ class Unavailable(Later):
     """The server, or a part that the request needs, cannot serve any such request now."""
 
 
+def run_closed() -> Unavailable:
+    """Returns the refusal of a request of a run that was open when the request began."""
+    return Unavailable("The run was closed during the request.", code="run_closed", retry_after=1.0)
+
+
 class ServerFailed(RequestError):
     """The server failed to serve a valid request. A repeated request would probably fail, too."""
 

@@ -77,6 +77,11 @@ FAR = {"policies": {"far": {"compute": RAY}, "here": {}}, "compute": {**RAY, "ad
         ({"ranks": 2}, {}, Hardware(40 * GB), [
             "does not fit; fewer ranks get more of this machine's memory each",
             "use a smaller model, or a machine with more memory"]),
+        ({}, {}, replace(EIGHT, gpus=(24 * GB,) * 8), [
+            "of 21.6 GB usable: does not fit; lower sampler.cache_tokens, or raise compute.tensor_parallel"]),
+        ({}, {}, replace(EIGHT, gpus=(20 * GB,) * 8), [  # Without a cache neither.
+            "of 18.0 GB usable: does not fit; use a smaller model, or raise compute.tensor_parallel"]),
+        ({"backend": "embedded"}, {}, LAPTOP, ["problem policy: the worker: ", "-lower sampler"]),
         ({"backend": "embedded"}, {"model.device": "cuda"}, Hardware(40 * GB), [
             "problem policy: model.device = 'cuda' and there are no GPUs"]),
         # Activations.

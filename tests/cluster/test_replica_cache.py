@@ -184,7 +184,10 @@ def test_parameters_of_experts(kind: str, parameters: float) -> None:
             "ValueError: To serve at least one request with the model's max seq len (65536), (1.55 GiB KV cache is",
             r"^sampler.cache_tokens: .* no sequence of 65536 tokens .*: lower model.context_length below 65536, or",
         ),
-        ("torch.OutOfMemoryError: CUDA out of memory", r"the memory does not hold .*: lower sampler.cache_tokens or"),
+        (
+            "torch.OutOfMemoryError: CUDA out of memory",  # Of the weights, or of the cache.
+            r"does not hold the model and its cache .*If the model fits, lower sampler.cache_tokens .* a smaller model",
+        ),
         (
             "ValueError: Model architectures ['Foo'] are not supported.",
             "^refused; the first error in its log: ValueErr",

@@ -236,6 +236,14 @@ def adopt(end: Connection, publication: Publication, stop_after: int = 1000) -> 
         receive(end, source["stream"], 0, stop_after)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="nothing joins the stream of a GPU here")
+def test_a_gpu_without_a_number_begins_a_stream(server: WeightsServer) -> None:
+    """A rank has one GPU, the present one of every thread. `resolve_device` names no number."""
+    server.send = partial(send, host=HOST, device=torch.device("cuda"))
+    with weights_of(publish_file(server, 0), "replica", SECRET, 1) as (source, _):
+        assert source["stream"]["weights"]
+
+
 def test_every_worker_gets_what_the_file_has(server: WeightsServer) -> None:
     for version in range(2):
         publication = publish_file(server, version)

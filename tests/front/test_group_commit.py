@@ -115,6 +115,8 @@ async def test_whatever_fails_a_commit_refuses_all_who_wait(
         for result in results:
             assert isinstance(result, Later) and (status_of(result), result.code) == (503, "journal_unavailable")
             assert "then restart the server" in result.message
+        later = await asyncio.gather(*(run.gateway.commits.durable() for _ in range(2)), return_exceptions=True)
+        assert later == [None, None] or later[0] is not later[1], "the traceback of one error would grow for ever"
         assert run.gateway.swarm.file.refusal and not run.gateway.swarm.file.has_uncommitted
     async with running(tmp_path / "d") as run:
         await run.gateway.finish(kept, FinishRequest(reward=1))

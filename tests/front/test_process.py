@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -56,7 +57,9 @@ def state(*, is_open: bool) -> RunState:
 
 
 async def test_a_run_is_drained_after_its_gate_was_shut(tmp_path: Path) -> None:
-    """Also if the file of another run is opened meanwhile, which takes long while a killed front still has it."""
+    """Also if the file of another run is opened meanwhile, which takes long while a killed front still has it. That run
+    is closed if the server closes it in that time.
+    """
     config = ServeConfig.model_validate({"server": {"data_dir": str(tmp_path)}})
     for run in (DEFAULT_RUN, OTHER):
         Journal.open(tmp_path / "runs" / run / JOURNAL).close()
@@ -68,11 +71,12 @@ async def test_a_run_is_drained_after_its_gate_was_shut(tmp_path: Path) -> None:
     await asyncio.sleep(0)
     shut = asyncio.create_task(front._open(DEFAULT_RUN, config, state(is_open=False)))
     drained = asyncio.create_task(front._drained(DEFAULT_RUN))
+    closed = asyncio.create_task(front._close(OTHER))
     await asyncio.sleep(0.1)
     assert not drained.done()
     held.close()
-    await asyncio.gather(opening, shut, drained)
-    assert not front._runs[DEFAULT_RUN].gate.is_open
+    await asyncio.gather(opening, shut, drained, closed)
+    assert not front._runs[DEFAULT_RUN].gate.is_open and OTHER not in front._runs
     for run in (DEFAULT_RUN, OTHER):
         await front._close(run)
 
@@ -151,6 +155,7 @@ async def test_a_front_removes_its_prefix_where_a_proxy_did_not(sent: str, path:
     [
         (1, "/f0/v1/models", "This is front 1, and the path is one of front 0: https://agents.example/f0."),
         (1, "/f7/v1/models", "There is no front 7: the server has fronts 0 to 1 (server.fronts = 2)."),
+        (1, "/f0/runs/other/v1/chat/completions", "This is front 1, and the path is one of front 0"),
         (None, "/f7/v1/models", "There is no front 7: the server has fronts 0 to 1"),
         (None, "/f1/v1/models", "This is the server, and the path is one of front 1: https://agents.example/f1."),
         (None, "/f1", "This is the server, and the path is one of front 1"),
@@ -160,6 +165,7 @@ async def test_the_paths_of_other_fronts_are_refused(front: int | None, sent: st
     answer = await asked(sent, front)
     assert answer.status_code == 403 and '"other_front"' in answer.text
     assert said in answer.text and "check the proxy's rules for /f0/, /f1/ and so on" in answer.text
+    assert ("error" in answer.json()) == ("/v1/" in sent), "agents read the errors of their dialect"
 
 
 async def asked(path: str, front: int | None = 1) -> httpx.Response:
@@ -249,6 +255,33 @@ async def test_settings_that_were_not_committed_yet_are_read_with_the_next_state
     world.swarm.commit()
     await run.change(present)
     assert run.segment.job.max_tokens == 7
+    await run.close()
+
+
+async def test_the_gate_closes_also_if_new_settings_cannot_be_read(world: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server learns once no call is inside, and would change the weights of further calls."""
+
+    def refuse() -> int:
+        raise OSError("too many open files")
+
+    run = serving(world, world.begin("", mode="eval"))
+    await run.change(state(is_open=True))
+    monkeypatch.setattr(run.segment, "read_job", refuse)
+    with pytest.raises(OSError, match="too many"):
+        await run.change(replace(state(is_open=False), job_revision=2))
+    assert not run.gate.is_open
+    await run.close()
+
+
+async def test_each_call_that_a_stopped_engine_refuses_gets_another_error(world: Run) -> None:
+    """One error would keep the frames of all of them in its traceback."""
+    run, refusal = serving(world, world.begin("", mode="eval")), Later("The engine is stopped.", retry_after=10.0)
+    await run.change(replace(state(is_open=False), refusal=refusal))
+    for _ in range(2):
+        with pytest.raises(Later, match="is stopped"):
+            async with run.gate.enter(1.0):
+                pass
+    assert refusal.__traceback__ is None
     await run.close()
 
 

@@ -9,6 +9,9 @@
 7. A batch during which several fronts end is a failure.
 8. Two requests that end an episode follow each other: the refused one does not let its calls go on.
 9. A report without changes, as of an idle front twice a second, writes nothing.
+10. An end that the server cannot record lets calls go on.
+11. Fronts start when all runs are open. The agents of a run that is closed get an error that SDKs retry.
+12. A front whose connection ends is replaced before its next report is due.
 """
 
 from __future__ import annotations
@@ -24,18 +27,20 @@ from typing import Any, cast
 
 import httpx
 import pytest
+from starlette.requests import HTTPConnection
 
 from agentjet.compute.backend import ProcessCompute
 from agentjet.config import ServeConfig
-from agentjet.errors import ConfigError, Conflict, RequestError, WorkerDied
+from agentjet.errors import ConfigError, Conflict, Later, RequestError, Unauthorized, Unavailable, WorkerDied
 from agentjet.front.calls import MAX_CRASHES, CallRequest
 from agentjet.front.http import listen
 from agentjet.front.run import RunReport
 from agentjet.front.segment import EpisodeActivity
 from agentjet.fronts import supervision
+from agentjet.fronts.process import FrontReport
 from agentjet.fronts.supervision import FrontProcesses
 from agentjet.processes.rpc import Peer
-from agentjet.protocol import AbortRequest, BeginRequest, FinishRequest, FrontView, status_of
+from agentjet.protocol import AbortRequest, BeginRequest, FinishRequest, FrontView, RunSettings, status_of
 from agentjet.server.fronts import FrontedCalls
 from agentjet.swarm import EpisodeRecord
 from agentjet.types import Conversation, Message
@@ -178,6 +183,24 @@ async def test_a_batch_that_several_fronts_end_during_fails(tmp_path: Path) -> N
                     await fronts.batch("default", 3)
         finally:
             replacing.cancel()
+
+
+@pytest.mark.anyio
+async def test_a_batch_waits_for_any_front(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def build(*_: Any) -> tuple[dict[str, Any], dict[str, float]]:
+        return {}, {"tokens": 2.0}
+
+    monkeypatch.setattr(supervision, "ask_for_batch", build)
+    settings = {"server": {"data_dir": tmp_path, "fronts": 2}, "compute": {"backend": "cluster"}}
+    with closing(listen("127.0.0.1", 0)) as first, closing(listen("127.0.0.1", 0)) as second:
+        compute = cast(ProcessCompute, SimpleNamespace())
+        fronts = FrontProcesses(ServeConfig.model_validate(settings), compute, [first, second], time.time)
+        building = asyncio.create_task(fronts.batch("default", 3))
+        await asyncio.sleep(0.01)
+        second_one = fronts._handles[1]  # The first one may never start.
+        second_one.peer, second_one.reported = cast(Peer, SimpleNamespace(ask=None)), time.monotonic()
+        second_one.ready.set()
+        assert await asyncio.wait_for(building, 10) == ({}, {"tokens": 2.0})
 
 
 KEY = "THE-KEY"
@@ -324,3 +347,106 @@ async def test_a_report_without_changes_writes_nothing(tmp_path: Path) -> None:
         assert run.gateway.fronted is not None
         run.gateway.fronted.heard(0, RunReport(EpisodeActivity(), 0, 0.0))
         assert not run.gateway.swarm.file.has_uncommitted
+
+
+@pytest.mark.anyio
+async def test_an_end_that_the_server_cannot_record_lets_calls_go_on(tmp_path: Path) -> None:
+    async with running(tmp_path / "d", make_fronts=FrontInProcess) as run:
+        gateway, fronts = run.gateway, cast(FrontInProcess, cast(FrontedCalls, run.gateway.fronted).fronts)
+        episode = await gateway.begin(BeginRequest(task_id="t"))
+        assert [one async for one in fronts.calls().answer(episode.id, "", HELLO)]
+        await gateway.commits.durable()
+        gateway.swarm.file.db.execute("PRAGMA query_only = ON")
+        with pytest.raises(Later, match="could not be written"):
+            await gateway.finish(episode.id, FinishRequest(reward=1.0))
+        gateway.swarm.file.db.execute("PRAGMA query_only = OFF")
+        await asyncio.gather(*fronts._tasks)
+        assert [one async for one in fronts.calls().answer(episode.id, "", HELLO)]
+        assert (await gateway.finish(episode.id, FinishRequest(reward=1.0))).num_calls == 2
+
+
+@pytest.mark.anyio
+async def test_fronts_start_when_all_runs_are_open(tmp_path: Path) -> None:
+    """A front that answers agents refuses the keys of runs that it does not have, for good."""
+    known: list[list[str]] = []
+
+    class Noted(FrontInProcess):
+        def start(self) -> None:
+            known.append([*self.runs])
+            super().start()
+
+    for _ in range(2):
+        async with running(tmp_path / "d", make_fronts=Noted) as run:
+            await run.runs.put("other", RunSettings())
+    assert known == [["default"], ["default", "other"]]
+
+
+@pytest.mark.anyio
+async def test_agents_of_a_run_that_is_closed_are_to_call_again(tmp_path: Path) -> None:
+    """The server may be stopping: their SDKs repeat the call until the next one answers."""
+    async with running(tmp_path / "d", make_fronts=FrontInProcess) as run:
+        fronts = cast(FrontInProcess, cast(FrontedCalls, run.gateway.fronted).fronts)
+        front = fronts._front
+        await run.runs.put("other", RunSettings())
+        gateway = run.of_run("other").gateway
+        await gateway.engine.wait_until_up()
+        episode = await gateway.begin(BeginRequest(task_id="t"))
+        await run.until(lambda: "other" in front._runs)
+
+        def asked(key: str) -> HTTPConnection:
+            return HTTPConnection({"type": "http", "path": f"/runs/other/k/{key}/v1/models", "headers": []})
+
+        agent = asked(front._runs["other"].keys.sign(episode.id, episode.begun))
+        assert front._enter("other", agent).name == "other"
+        await run.runs.end("other")
+        with pytest.raises(Unavailable) as refused:
+            front._enter("other", agent)
+        assert refused.value.code == "run_closed"
+        with pytest.raises(Unauthorized):
+            front._enter("other", asked("stranger"))
+        with pytest.raises(Unavailable, match="was closed during the request"):
+            await gateway.finish(episode.id, FinishRequest(reward=1.0))
+        await run.runs.put("other", RunSettings())
+        await run.until(lambda: "other" in front._runs)
+        assert front._enter("other", agent).name == "other"
+
+
+@pytest.mark.anyio
+async def test_a_front_whose_connection_ends_is_replaced_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervision, "REPORT_SECONDS", 1000.0)
+    settings = {"server": {"data_dir": tmp_path, "fronts": 1}, "compute": {"backend": "cluster"}}
+    report = FrontReport({"r": RunReport(EpisodeActivity(), 3, 0.0)}, {}, cpu_seconds=30.0, lag=0.25)
+
+    async def ask(op: str, *_: Any) -> FrontReport | None:
+        return report if op == "report" else None
+
+    async def stop() -> str:
+        return "ended by SIGKILL"
+
+    died = asyncio.get_running_loop().create_future()
+    peer = SimpleNamespace(name="front-0", ask=ask, stop=stop, died=died, num_messages=0, pending={}, process=None)
+    peers = [peer]
+
+    async def start(*_: Any, **__: Any) -> Any:
+        return peers.pop() if peers else await asyncio.Event().wait()
+
+    ignored = dict.fromkeys(("heard", "front_gone"), lambda *_: None)
+    compute = cast(ProcessCompute, SimpleNamespace(policies=(), others=lambda _: {}, **ignored))
+    with closing(listen("127.0.0.1", 0)) as listener:
+        fronts = FrontProcesses(ServeConfig.model_validate(settings), compute, [listener], time.time)
+        fronts._supervisor = cast(Any, SimpleNamespace(start=start))
+        life = asyncio.create_task(fronts._live(fronts._handles[0]))
+        try:
+            async with asyncio.timeout(10):
+                while fronts.views()[0].lag != report.lag:
+                    await asyncio.sleep(0.01)
+                assert (fronts.views()[0].calls, fronts.views()[0].load) == (3, 0), "its start is no load"
+                died.set_result(WorkerDied("the connection to front-0 ended"))
+                while fronts.views()[0].starts == 1:
+                    await asyncio.sleep(0.01)
+            assert (fronts.views()[0].calls, fronts.views()[0].ready) == (0, False)
+        finally:
+            life.cancel()
+            await asyncio.gather(life, return_exceptions=True)

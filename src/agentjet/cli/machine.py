@@ -358,13 +358,15 @@ class _Fit:
             yield "problem", f"{self.policy}: {error}"
             return
         yield self._sampled(limits)
+        usable = int(USABLE * self.device)
+        may_lower = self.sampler.limits == limits and need.total <= usable  # Else no cache is small enough.
         need = replace(need, cache=limits.cache_tokens * room.by_token + limits.max_concurrent * room.by_row)
         offload = "set model.offload_optimizer = true, " if self.on_gpu and not self.learning.offload else ""
         adapter = "" if self.learning.trained else "train an adapter (model.lora.rank), "
         concurrent = " or sampler.max_concurrent" if self.size.state_values else ""
-        lower = f"lower sampler.cache_tokens{concurrent}, " if self.sampler.limits == limits else ""
+        lower = f"lower sampler.cache_tokens{concurrent}, " if may_lower else ""
         way_out = f"{adapter}{offload}{lower}or set compute.backend = 'cluster'"
-        yield self._finding("the worker", need, int(USABLE * self.device), way_out)
+        yield self._finding("the worker", need, usable, way_out)
         yield from self._offloaded(need, 1)
 
     def cluster(self, compute: ComputeConfig) -> Iterator[Check]:
@@ -391,8 +393,10 @@ class _Fit:
         replica = replica_need(self.size, limits, **split)
         lower = "lower sampler.cache_tokens" + (" or sampler.max_concurrent" if self.size.state_values else "")
         if self.on_gpu:
-            way_out = f"{lower}, or raise compute.tensor_parallel"
-            yield self._finding("each GPU of a replica", replica, int(REPLICA_USABLE * self.device), way_out)
+            usable = int(REPLICA_USABLE * self.device)
+            if replica.total - replica.cache > usable:  # No cache is small enough.
+                lower = "use a smaller model"
+            yield self._finding("each GPU of a replica", replica, usable, f"{lower}, or raise compute.tensor_parallel")
             return
         left = int(REPLICA_USABLE * self.machine.memory) - compute.ranks * rank.total
         way_out = "use a smaller model, or a machine with more memory"

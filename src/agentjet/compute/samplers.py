@@ -608,8 +608,8 @@ def with_cause(error: ConfigError, cause: str) -> ConfigError:
         )
     if re.search(r"kv cache allocation|out of memory", cause, re.IGNORECASE):
         return ConfigError(
-            f"sampler.cache_tokens: the memory does not hold the model and its cache ({cause}): lower "
-            "sampler.cache_tokens or sampler.max_concurrent, or raise compute.tensor_parallel; `agentjet doctor` shows "
-            "the bytes"
+            f"the memory of a replica does not hold the model and its cache ({cause}); `agentjet doctor` shows the "
+            "bytes of both. If the model fits, lower sampler.cache_tokens or sampler.max_concurrent; else use a "
+            "smaller model or, with more GPUs, raise compute.tensor_parallel"
         )
     return ConfigError(f"{error}; the first error in its log: {cause}") if cause and cause not in str(error) else error

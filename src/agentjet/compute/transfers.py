@@ -117,8 +117,6 @@ def send(connection: socket.socket, path: Path, num_workers: int, host: str, dev
     tune(connection, unanswered_seconds=UNANSWERED_SECONDS)
     end = select.poll()
     end.register(connection, select.POLLIN)  # It sends nothing more until it closes the connection.
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # Of this thread.
     with safe_open(path, framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
     meeting = Rendezvous(host)

@@ -49,7 +49,8 @@ class FrontPath:
         message += (
             " The URL of an episode is the base_url of its begin; check the proxy's rules for /f0/, /f1/ and so on."
         )
-        await error_response(path, Forbidden(message, code="other_front"))(scope, receive, send)
+        error = Forbidden(message, code="other_front")
+        await error_response(route_path({"path": path}), error)(scope, receive, send)
 
 
 router = APIRouter(include_in_schema=False)

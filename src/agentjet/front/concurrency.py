@@ -6,6 +6,7 @@ Everything here belongs to one event loop and needs no locks. A cancelled waiter
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 import time
 from collections import deque
@@ -205,7 +206,7 @@ class GroupCommit(Generic[StateT]):
     async def durable(self) -> None:
         """Waits until all changes so far are on disk. Raises `Later` if the commit was rolled back, or fsync failed."""
         if self._failed is not None:
-            raise self._failed
+            raise copy.copy(self._failed)  # Each raise of one error adds frames to its traceback.
         if (waiting := self._next or self._under_way) is not None:
             await asyncio.shield(waiting)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -89,6 +90,10 @@ class FrontRun:
     async def change(self, state: RunState) -> None:
         """Applies a state. Later states wait for it."""
         async with self._changing:
+            if (refusal := state.refusal) is not None:
+                self.gate.shut(lambda: copy.copy(refusal))  # Each raise of one error adds frames to its traceback.
+            elif not state.is_open:  # Before anything that may fail: the weights change next.
+                self.gate.hold()
             if state.job_revision != self._revision:
                 # It is an earlier one if the server has not committed the change yet: the next state repeats it.
                 self._revision = await asyncio.to_thread(self.segment.read_job)
@@ -99,12 +104,8 @@ class FrontRun:
             policies = self.policies
             policies.names, policies.model_name, policies.renderers = state.names, state.model_name, renderers
             policies.num_starts = state.num_starts
-            if (refusal := state.refusal) is not None:
-                self.gate.shut(lambda: refusal)
-            elif state.is_open:
+            if state.is_open:
                 self.gate.open()
-            else:
-                self.gate.hold()
 
     async def drained(self) -> None:
         async with self._changing:

@@ -29,7 +29,7 @@ from starlette.requests import HTTPConnection
 from agentjet.compute.fleet import FrontWork, Others, RoutingFacts
 from agentjet.compute.remote import RemoteSamplers
 from agentjet.config import ServeConfig
-from agentjet.errors import ConfigError, NotFound
+from agentjet.errors import ConfigError, NotFound, run_closed
 from agentjet.front import addresses, inference
 from agentjet.front.http import (
     METHODS,
@@ -116,6 +116,8 @@ class Front:
         self._link = link
         self._samplers = RemoteSamplers(link.name)
         self._runs: dict[str, FrontRun] = {}
+        self._closed: dict[str, Keys] = {}
+        """The keys of closed runs. Their agents get an error that SDKs retry, because the server may be stopping."""
         self._settings: FrontSettings | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._batches: dict[str, tuple[int, deque[memoryview]]] = {}
@@ -198,6 +200,7 @@ class Front:
                 policies = FrontPolicies(run, config, self._samplers)
                 segment = await self._opened(folder, self.settings, "/v1" if is_default else f"/runs/{run}/v1")
                 known = self._runs[run] = FrontRun(segment, policies, keys, self._tracing, self._clock)
+                self._closed.pop(run, None)
         await known.change(state)
 
     async def _opened(self, folder: Path, settings: FrontSettings, path: str) -> Segment:
@@ -214,9 +217,17 @@ class Front:
                 await asyncio.sleep(0.05)
 
     async def _close(self, run: str) -> None:
+        async with self._opening:  # A state that was sent before may wait for another run.
+            known = self._runs.pop(run, None)
         self._batches.pop(run, None)
-        if (known := self._runs.pop(run, None)) is not None:
+        if known is not None:
+            self._closed[run] = known.keys
             await known.close()
+
+    def _run(self, name: str) -> FrontRun:
+        if name not in self._runs:
+            raise run_closed()
+        return self._runs[name]
 
     async def _drained(self, run: str) -> None:
         async with self._opening:  # A state that was sent before is applied, too, if it waits for another run.
@@ -225,20 +236,22 @@ class Front:
             await self._runs[run].drained()
 
     async def _finish(self, run: str, episode_id: str) -> CallCounts | None:
-        return await self._runs[run].finish(episode_id)
+        return await self._run(run).finish(episode_id)
 
     async def _resume(self, run: str, episode_id: str) -> None:
-        self._runs[run].segment.resume(episode_id)
+        if run in self._runs:
+            self._runs[run].segment.resume(episode_id)
 
     async def _prune(self, run: str, rows: Slice) -> None:
-        self._runs[run].segment.prune(rows)
-        await self._runs[run].commits.durable()
+        known = self._run(run)
+        known.segment.prune(rows)
+        await known.commits.durable()
 
     async def _batch(self, run: str, batch_id: int) -> tuple[int, tuple[int, ...]]:
         """Builds a batch. Returns the number for `_part`, and the sizes of its pickle and of the memory of its arrays,
         which are not copied.
         """
-        number, front_run = next(self._batch_numbers), self._runs[run]
+        number, front_run = next(self._batch_numbers), self._run(run)
         self._batches[run] = number, deque()
 
         def pickled() -> list[memoryview]:
@@ -291,6 +304,8 @@ class Front:
         key = key_of(request)
         if name in self._runs and self._runs[name].keys.knows(key):
             return self._scope(name)
+        if name in self._closed and self._closed[name].knows(key):
+            raise run_closed()
         self._refuse_foreign(key)
         self._keys.episode(key, 0.0)
         raise AssertionError("no run has this key")

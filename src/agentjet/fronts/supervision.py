@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import socket
 import sys
 import time
@@ -38,6 +39,8 @@ HUNG_SECONDS = 20.0
 """A front that does not report for so long is killed and replaced."""
 SETTLE_SECONDS = 0.02
 """A fleet changes several times in a row."""
+RETRY_SECONDS = 0.05
+"""Pause before a request that a front did not answer is sent again."""
 MAX_BATCH_DEATHS = 2
 """Fronts that may end while they build the forests of a batch, before that is a failure of the batch."""
 MAX_DELAY = 10.0
@@ -154,7 +157,7 @@ class FrontProcesses:
                     return await peer.ask(op, None, *args)
             if self._closing:
                 raise Unavailable("The server is being stopped.", code="server_stopping", retry_after=10.0)
-            await asyncio.sleep(0)
+            await asyncio.sleep(RETRY_SECONDS)
 
     def tell(self, op: str, *args: Any) -> None:
         for handle in self._handles:
@@ -178,15 +181,14 @@ class FrontProcesses:
         dead: set[Peer] = set()
         while True:
             handle = min(self._handles, key=lambda one: (bool(one.problem), one.load))
-            await handle.ready.wait()
-            if (peer := handle.peer) is not None:
+            if (peer := handle.peer) is not None and handle.ready.is_set():  # While all start, any may be the first.
                 try:
                     return await ask_for_batch(peer.ask, run, batch_id)
                 except WorkerDied as error:
                     dead.add(peer)
                     if len(dead) == MAX_BATCH_DEATHS:
                         raise WorkerDied(f"{error}, while it built the forests of batch {batch_id}") from error
-            await asyncio.sleep(0)
+            await asyncio.sleep(RETRY_SECONDS)
 
     def _send(self, peer: Peer, op: str, *args: Any) -> None:
         async def send() -> None:
@@ -223,6 +225,7 @@ class FrontProcesses:
                 why, bug = str(error), None if isinstance(error, AgentJetError | OSError) else error
             finally:
                 handle.ready.clear()
+                handle.calls, handle.load = 0, 0.0
                 peer, handle.peer = handle.peer, None
                 if peer is not None:
                     has_ended, how = peer.died.done(), await peer.stop()
@@ -267,10 +270,10 @@ class FrontProcesses:
         watching = Watchdog(HUNG_SECONDS).hang(lambda: peer.num_messages, lambda: bool(peer.pending), [peer.process])
         hang = asyncio.create_task(watching)
         try:
-            await first_of(reading, hang)
-            if not reading.done():
-                raise WorkerDied(f"{name} sent nothing for {HUNG_SECONDS:g} s")
-            reading.result()
+            await first_of(reading, hang, peer.died)  # A report may be due in half a second only.
+            if reading.done():
+                reading.result()
+            raise peer.died.result() if peer.died.done() else WorkerDied(f"{name} sent nothing for {HUNG_SECONDS:g} s")
         finally:
             reading.cancel()
             hang.cancel()
@@ -278,7 +281,7 @@ class FrontProcesses:
 
     async def _read_reports(self, handle: FrontHandle, peer: Peer) -> None:
         """Raises `WorkerDied` when the process ends."""
-        used = 0.0
+        used = math.inf  # The first report has the CPU time of the start.
         while True:
             report: FrontReport = await peer.ask("report", None, self._compute.others(handle.index))
             now = time.monotonic()

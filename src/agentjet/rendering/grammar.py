@@ -36,7 +36,7 @@ from weakref import WeakValueDictionary
 
 from llguidance import LLMatcher, LLTokenizer
 
-from agentjet.errors import InvalidRequest, Unavailable
+from agentjet.errors import InvalidRequest, Unavailable, run_closed
 from agentjet.rendering.arguments import MAX_GRAMMAR, NONEMPTY, ArgumentRules, Rules, checked_schema, quoted
 from agentjet.rendering.formats import HARMONY, HOLE, TOOL_FORMATS, OutputStyle, ParsedCall, write_calls
 from agentjet.rendering.parser import split_calls
@@ -355,7 +355,7 @@ class GrammarTrials:
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise Unavailable("The run was closed during the request.", code="run_closed", retry_after=1.0)
+            raise run_closed()
 
     async def close(self) -> None:
         """Ends the child process and refuses what waits for it. Idempotent."""

@@ -42,7 +42,7 @@ class Fronts(Protocol):
     def __len__(self) -> int: ...
 
     def start(self) -> None:
-        """Starts the processes. The default run must be in `runs`."""
+        """Starts the processes. The open runs must be in `runs`: a front refuses the keys of all others."""
 
     async def close(self) -> None:
         """Ends the processes. Idempotent."""
@@ -186,13 +186,12 @@ class FrontedCalls:
         If the end fails, calls are recorded again.
         """
         async with self._ends.setdefault(episode_id, asyncio.Lock()):
-            if (episode := self._swarm.up_to_date(episode_id)).status == "live":
-                await self._finish(episode)
-            if self._swarm.episode(episode_id).status != "live":  # Its time may be over since.
-                yield
-                return
-            self._finished.add(episode_id)
+            episode = self._swarm.up_to_date(episode_id)
             try:
+                if episode.status == "live":
+                    await self._finish(episode)
+                if self._swarm.episode(episode_id).status == "live":  # Its time may be over since.
+                    self._finished.add(episode_id)
                 yield
             except BaseException:
                 self._finished.discard(episode_id)

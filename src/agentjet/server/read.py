@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from agentjet import __version__
-from agentjet.errors import ConfigError, Later, ServerFailed, Unavailable
+from agentjet.errors import ConfigError, Later, ServerFailed, Unavailable, run_closed
 from agentjet.protocol import (
     REPORTED_BATCHES,
     CellView,
@@ -144,7 +144,7 @@ class RunReader:
                 retry_after=1.0,
             )
         if self._is_closed:
-            raise Unavailable("The run was closed during the request.", code="run_closed", retry_after=1.0)
+            raise run_closed()
         self._num_reads += 1
         try:
             found = await asyncio.get_running_loop().run_in_executor(self._thread, self._run, work)

@@ -102,8 +102,6 @@ class Runs:
         """Starts the default run, and the other runs that were open when the server stopped."""
         self.lag.start()
         await self.default.start()
-        if self._fronts is not None:
-            self._fronts.start()
         for name in self._names():
             try:
                 if (record := self._record(name)) is not None and record.open:
@@ -115,6 +113,8 @@ class Runs:
                     raise
                 self._failed[name] = f"the log of the server has the failure, {type(error).__name__}"
                 log.exception("run %s cannot be opened", name)
+        if self._fronts is not None:
+            self._fronts.start()
 
     async def put(self, name: str, settings: RunSettings) -> RunView:
         """Creates or opens a run, changes its job settings if `settings` has some, starts it if it has failed.

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Self, TypeGuard
 
 from agentjet import database
-from agentjet.errors import ConfigError, Later, Unavailable
+from agentjet.errors import ConfigError, Later, Unavailable, run_closed
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class _Closed:
     """In place of the connection of a closed file: refuses the requests that began before."""
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise Unavailable("The run was closed during the request.", code="run_closed", retry_after=1.0)
+        raise run_closed()
 
 
 class JournalFile:
