@@ -12,6 +12,7 @@
 10. An end that the server cannot record lets calls go on.
 11. Fronts start when all runs are open. The agents of a run that is closed get an error that SDKs retry.
 12. A front whose connection ends is replaced before its next report is due.
+13. A front whose file takes no calls says so in its reports, and the server shows it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from contextlib import closing, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -366,6 +368,19 @@ async def test_an_end_that_the_server_cannot_record_lets_calls_go_on(tmp_path: P
 
 
 @pytest.mark.anyio
+async def test_a_front_reports_that_its_file_takes_no_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running(tmp_path / "d", make_fronts=FrontInProcess) as run:
+        fronts = cast(FrontInProcess, cast(FrontedCalls, run.gateway.fronted).fronts)
+        episode = await run.gateway.begin(BeginRequest(task_id="t"))
+        assert fronts._front._runs["default"].report().refusal == ""
+        with monkeypatch.context() as broken:
+            broken.setattr("os.fdatasync", Mock(side_effect=OSError("broken")))
+            with pytest.raises(Later, match="not trusted any more"):
+                _ = [one async for one in fronts.calls().answer(episode.id, "", HELLO)]
+        assert "check the disk, then restart the server" in fronts._front._runs["default"].report().refusal
+
+
+@pytest.mark.anyio
 async def test_fronts_start_when_all_runs_are_open(tmp_path: Path) -> None:
     """A front that answers agents refuses the keys of runs that it does not have, for good."""
     known: list[list[str]] = []
@@ -417,7 +432,8 @@ async def test_a_front_whose_connection_ends_is_replaced_at_once(
 ) -> None:
     monkeypatch.setattr(supervision, "REPORT_SECONDS", 1000.0)
     settings = {"server": {"data_dir": tmp_path, "fronts": 1}, "compute": {"backend": "cluster"}}
-    report = FrontReport({"r": RunReport(EpisodeActivity(), 3, 0.0)}, {}, cpu_seconds=30.0, lag=0.25)
+    run = RunReport(EpisodeActivity(), 3, 0.0, refusal="its disk is full")
+    report = FrontReport({"r": run}, {}, cpu_seconds=30.0, lag=0.25)
 
     async def ask(op: str, *_: Any) -> FrontReport | None:
         return report if op == "report" else None
@@ -443,10 +459,11 @@ async def test_a_front_whose_connection_ends_is_replaced_at_once(
                 while fronts.views()[0].lag != report.lag:
                     await asyncio.sleep(0.01)
                 assert (fronts.views()[0].calls, fronts.views()[0].load) == (3, 0), "its start is no load"
+                assert fronts.views()[0].problem == run.refusal
                 died.set_result(WorkerDied("the connection to front-0 ended"))
                 while fronts.views()[0].starts == 1:
                     await asyncio.sleep(0.01)
-            assert (fronts.views()[0].calls, fronts.views()[0].ready) == (0, False)
+            assert (fronts.views()[0].calls, fronts.views()[0].problem) == (0, "starts")
         finally:
             life.cancel()
             await asyncio.gather(life, return_exceptions=True)

@@ -49,6 +49,8 @@ class RunReport:
     """Calls whose answers are not delivered yet."""
     busy_seconds: float
     """Seconds since the start of the front in which a call was sampled."""
+    refusal: str = ""
+    """The reason why the front's file takes no calls now; empty if it takes them."""
 
 
 @dataclass(eq=False)
@@ -132,7 +134,9 @@ class FrontRun:
         return counts
 
     def report(self) -> RunReport:
-        return RunReport(self.segment.report(), self.calls.num_active, self.gate.busy_seconds())
+        return RunReport(
+            self.segment.report(), self.calls.num_active, self.gate.busy_seconds(), self.segment.file.refusal
+        )
 
     def batch(self, batch_id: int) -> tuple[dict[str, TrainingBatch], dict[str, float]]:
         """See `facts.build`. Runs in a thread."""

@@ -64,6 +64,8 @@ class FrontHandle:
     load: float = 0.0
     """CPU seconds a second between the last two reports."""
     lag: float = 0.0
+    refusal: str = ""
+    """The reason why the file of a run takes no calls, in the last report; empty if all take them."""
 
     @property
     def present_lag(self) -> float:
@@ -77,7 +79,7 @@ class FrontHandle:
         if not self.ready.is_set():
             return "starts"
         seconds = time.monotonic() - self.reported
-        return f"silent for {seconds:.0f} s" if seconds >= SILENT_SECONDS else ""
+        return f"silent for {seconds:.0f} s" if seconds >= SILENT_SECONDS else self.refusal
 
 
 class FrontProcesses:
@@ -225,7 +227,7 @@ class FrontProcesses:
                 why, bug = str(error), None if isinstance(error, AgentJetError | OSError) else error
             finally:
                 handle.ready.clear()
-                handle.calls, handle.load = 0, 0.0
+                handle.calls, handle.load, handle.refusal = 0, 0.0, ""
                 peer, handle.peer = handle.peer, None
                 if peer is not None:
                     has_ended, how = peer.died.done(), await peer.stop()
@@ -289,6 +291,7 @@ class FrontProcesses:
             handle.load, handle.lag = max(0.0, report.cpu_seconds - used) / elapsed, report.lag
             handle.reported, used = now, report.cpu_seconds
             handle.calls = sum(run.num_calls for run in report.runs.values())
+            handle.refusal = next((run.refusal for run in report.runs.values() if run.refusal), "")
             self._compute.heard(handle.index, report.work)
             for name, found in report.runs.items():
                 if name in self.runs:
