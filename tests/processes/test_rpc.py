@@ -34,7 +34,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentjet.errors import ComputeError, WorkerDied
-from agentjet.processes import rpc
+from agentjet.processes import rpc, supervisor
 from agentjet.processes.guardian import Launch, ProcessEnd
 from agentjet.processes.rpc import (
     IDS,
@@ -345,6 +345,28 @@ async def test_a_start_that_is_cancelled_or_ends_early_leaves_no_process() -> No
         peer, connection = await on.connect("a")  # The name can be used again.
         connection.close()
         await peer.died
+
+
+async def test_a_connection_of_a_process_that_is_being_stopped_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    deliver, delivered = supervisor._deliver, list[socket.socket]()
+
+    def note(connection: asyncio.Future[socket.socket], taken: socket.socket) -> None:
+        deliver(connection, taken)
+        delivered.append(taken)
+
+    async def connect() -> None:
+        with await on.dial(environment):
+            while not delivered:
+                await asyncio.sleep(0)
+
+    monkeypatch.setattr(supervisor, "_deliver", note)
+    async with scene() as on:
+        starting, environment = await on.expect("a")
+        monkeypatch.setattr(on.placement.started["a"][0], "stop", connect)
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        assert delivered[0].fileno() == -1
 
 
 async def test_an_end_that_is_cancelled_waits_for_the_process(monkeypatch: pytest.MonkeyPatch) -> None:

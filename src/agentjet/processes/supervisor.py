@@ -84,14 +84,15 @@ class Supervisor:
                 tune(connection.result(), unanswered_seconds=UNANSWERED_SECONDS)
                 return Peer(name, *await asyncio.open_connection(sock=connection.result()), process)
             except BaseException:
-                if connection.done() and not connection.cancelled():
-                    connection.result().close()
                 await uninterrupted(process.stop())
                 raise
+        except BaseException:
+            if not (connection.cancel() or connection.cancelled()):  # It may have come while the process was stopped.
+                connection.result().close()
+            raise
         finally:
             if self._expected.get(name) is connection:
                 del self._expected[name]
-            connection.cancel()
 
     def place(self, name: str) -> str:
         """Returns the machine and the process id of a process; "" if they are unknown."""
