@@ -235,6 +235,21 @@ async def test_what_starts_together_has_its_gpus_together(ray_cluster: LocalClus
     ray_cluster.cluster.remove_node(node, allow_graceful=False)
 
 
+async def test_a_start_that_is_cancelled_takes_no_gpu(ray_cluster: LocalCluster, tmp_path: Path) -> None:
+    async with launching(ray_cluster.address, tmp_path) as launcher:
+        first = await started(launcher, "first", tmp_path, gpus=1)
+        cancelled = asyncio.create_task(started(launcher, "cancelled", tmp_path, gpus=1, group="others"))
+        while not (tmp_path / "cancelled.log").exists():
+            await asyncio.sleep(0)
+        await launcher.num_gpus()  # The conductor has the request before this one.
+        cancelled.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+        await first.launched.stop()
+        await started(launcher, "next", tmp_path, gpus=1)
+        assert not (tmp_path / "cancelled.log").read_text()
+
+
 async def test_a_node_joins_and_dies(ray_cluster: LocalCluster, tmp_path: Path) -> None:
     async with launching(ray_cluster.address, tmp_path) as launcher:
         waiting = asyncio.create_task(started(launcher, "big", tmp_path, gpus=2))

@@ -5,6 +5,7 @@
 3. A process that needs no shared files logs to the node's own folder.
 4. The end of a process has its exit code and the last line of its log.
 5. A cluster that was joined once and went away is asked again; one that was never joined is a wrong setting.
+6. A start that is cancelled is stopped in the conductor, too.
 """
 
 from __future__ import annotations
@@ -35,30 +36,57 @@ def test_no_ray() -> None:
 
 
 class FakeConductor:
-    """Joins the cluster, or raises. It ends when a test says so."""
+    """Joins the cluster, or raises. It ends when a test says so. It never answers a start."""
 
     def __init__(self, error: Exception | None) -> None:
         self.error, self.died = error, asyncio.get_running_loop().create_future()
+        self.starting, self.stopped = asyncio.Event(), list[object]()
 
-    async def ask(self, *_: object) -> None:
+    async def ask(self, op: str, _: object = None, subject: object = None) -> None:
         if self.error is not None:
             raise self.error
+        if op == "start":
+            self.starting.set()
+            await asyncio.Future[None]()
+        if op == "stop":
+            await asyncio.sleep(0)
+            self.stopped.append(subject)
 
     async def stop(self) -> None:
         if not self.died.done():
             self.died.set_result(None)
 
 
-@pytest.mark.anyio
-async def test_a_cluster_that_went_away_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gone = ConfigError("nothing listens there")
-    conductors = [FakeConductor(gone), FakeConductor(None), FakeConductor(gone), FakeConductor(None)]
+@pytest.fixture
+def conductors(monkeypatch: pytest.MonkeyPatch) -> list[FakeConductor]:
+    """Those that a placement gets, one after the other. They need no Ray."""
+    conductors: list[FakeConductor] = []
 
     async def start(supervisor: Supervisor, launch: Launch) -> FakeConductor:
         return conductors.pop(0)
 
     monkeypatch.setattr(Supervisor, "start", start)
-    monkeypatch.setattr(supervisor, "check_ray", lambda address: None)  # The conductor is a fake: it needs no Ray.
+    monkeypatch.setattr(supervisor, "check_ray", lambda address: None)
+    return conductors
+
+
+@pytest.mark.anyio
+async def test_a_start_that_is_cancelled_is_stopped(tmp_path: Path, conductors: list[FakeConductor]) -> None:
+    conductors.append(conductor := FakeConductor(None))
+    placement = RayPlacement("127.0.0.1", "auto", tmp_path)
+    starting = asyncio.create_task(placement.start(Launch("p/rank-0", ("true",), tmp_path / "log")))
+    await conductor.starting.wait()
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert conductor.stopped == ["p/rank-0"]
+    await placement.close()
+
+
+@pytest.mark.anyio
+async def test_a_cluster_that_went_away_is_asked_again(tmp_path: Path, conductors: list[FakeConductor]) -> None:
+    gone = ConfigError("nothing listens there")
+    conductors += [FakeConductor(gone), FakeConductor(None), FakeConductor(gone), FakeConductor(None)]
     placement = RayPlacement("127.0.0.1", "auto", tmp_path)
     with pytest.raises(ConfigError, match="nothing listens there"):
         await placement.num_gpus()

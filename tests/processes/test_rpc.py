@@ -7,7 +7,8 @@
 5. the end of a connection is the death of the process, and the process ends with its connection;
 6. a message that cannot be read ends the connection, and not only the task that read it;
 7. a large request is encoded in a thread, and sent in small parts;
-8. a front that reads nothing delays no one: its messages wait, in order, and beyond a limit its connection ends.
+8. a front that reads nothing delays no one: its messages wait, in order, and beyond a limit its connection ends;
+9. a system without a free thread delays connections, and loses none.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,7 +34,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentjet.errors import ComputeError, WorkerDied
-from agentjet.processes import rpc
+from agentjet.processes import rpc, supervisor
 from agentjet.processes.guardian import Launch, ProcessEnd
 from agentjet.processes.rpc import (
     IDS,
@@ -234,6 +235,24 @@ async def test_silent_strangers_delay_nobody(monkeypatch: pytest.MonkeyPatch) ->
             one.close()
 
 
+async def test_a_connection_waits_for_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rpc, "ACCEPT_SECONDS", 0.01)
+    start, failed = threading.Thread.start, list[threading.Thread]()
+
+    def start_late(thread: threading.Thread) -> None:
+        if len(failed) < 3 and getattr(thread, "_target", None) == on.supervisor._listener._admit:
+            failed.append(thread)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    async with scene() as on:
+        monkeypatch.setattr(threading.Thread, "start", start_late)
+        peer, connection = await on.connect("a")
+        connection.close()
+        await peer.died
+        assert len(failed) == 3
+
+
 async def test_a_handshake_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rpc, "HANDSHAKE_SECONDS", 0.1)
     async with scene() as on:
@@ -328,6 +347,28 @@ async def test_a_start_that_is_cancelled_or_ends_early_leaves_no_process() -> No
         await peer.died
 
 
+async def test_a_connection_of_a_process_that_is_being_stopped_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    deliver, delivered = supervisor._deliver, list[socket.socket]()
+
+    def note(connection: asyncio.Future[socket.socket], taken: socket.socket) -> None:
+        deliver(connection, taken)
+        delivered.append(taken)
+
+    async def connect() -> None:
+        with await on.dial(environment):
+            while not delivered:
+                await asyncio.sleep(0)
+
+    monkeypatch.setattr(supervisor, "_deliver", note)
+    async with scene() as on:
+        starting, environment = await on.expect("a")
+        monkeypatch.setattr(on.placement.started["a"][0], "stop", connect)
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        assert delivered[0].fileno() == -1
+
+
 async def test_an_end_that_is_cancelled_waits_for_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rpc, "REASON_SECONDS", 0.1)
     async with scene() as on:
@@ -335,8 +376,10 @@ async def test_an_end_that_is_cancelled_waits_for_the_process(monkeypatch: pytes
         connection.close()
         await peer.died
         stopping = asyncio.create_task(peer.stop())
-        await asyncio.sleep(0)  # It waits for the process to end by itself.
-        stopping.cancel()
+        for _ in range(2):
+            await asyncio.sleep(0)  # It waits for the process to end by itself.
+            await asyncio.sleep(0)
+            stopping.cancel()
         with pytest.raises(asyncio.CancelledError):
             await stopping
         assert on.placement.started["a"][0].ended.done()
@@ -436,6 +479,33 @@ async def test_a_large_request_is_encoded_in_a_thread_and_sent_in_small_parts() 
             assert await asked == "loaded" and not peer.pending
 
 
+@pytest.mark.parametrize("error", [ConnectionResetError("reset"), TimeoutError("no answer")], ids=["reset", "gone"])
+async def test_a_connection_that_ends_ends_the_sending_of_a_large_request(
+    error: OSError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the machine is gone: that is no `ConnectionError`. The rest of the request is not encoded."""
+    zeros = np.zeros(256 * PART_BYTES, np.uint8)
+    large = await LargeRequest.encoded(ProcessRequest("load_batch", next(IDS), POLICY, (zeros,)))
+    parts, sizes = large.parts(), list[int]()
+
+    def counted(large: LargeRequest) -> Iterator[bytes]:
+        for part in parts:
+            sizes.append(len(part))
+            yield part
+
+    monkeypatch.setattr(LargeRequest, "parts", counted)
+    async with scene() as on:
+        peer, connection = await on.connect("a")
+        with connection:
+            asked = asyncio.create_task(peer.send_large(large))
+            while not peer.pending:
+                await asyncio.sleep(0)
+            peer._writer.transport.get_protocol().connection_lost(error)
+            with pytest.raises(WorkerDied, match=f"the connection to a ended: {error}"):
+                await asked
+        assert len(sizes) < 256 and [one.op for one in peer.unanswered] == [rpc.SENDING]
+
+
 def test_a_front_that_reads_nothing_delays_no_one() -> None:
     ours, theirs = socket.socketpair()
     delivered, left = [], threading.Event()
@@ -454,6 +524,23 @@ def test_a_front_that_reads_nothing_delays_no_one() -> None:
             front.send(Answer(1, body))
         assert left.wait(PATIENCE) and delivered == ["leave"]
         front.send(Answer(1))
+
+
+def test_a_front_whose_messages_wait_for_no_thread_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = socket.socketpair()
+    left, start = threading.Event(), threading.Thread.start
+    front = FrontLink(ours, "front", b"", lambda link, request: left.set())
+
+    def fail(thread: threading.Thread) -> None:
+        if getattr(thread, "_target", None) == front._send_rest:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    with theirs:
+        for _ in range(300):
+            front.send(Answer(1, bytes(2**16)))
+        assert left.wait(PATIENCE)
 
 
 # ---- processes ------------------------------------------------------------------------------------------------------

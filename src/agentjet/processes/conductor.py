@@ -55,6 +55,7 @@ POLL_SECONDS = 0.2
 """Seconds between two questions whether Ray has the GPUs of a group."""
 TOGETHER_SECONDS = 5.0
 """Time in which ranks that fit one node wait for one. Then they take several."""
+GIVEN_BACK = "the GPUs were given back before all were free"
 
 
 @dataclass
@@ -104,6 +105,8 @@ class Conductor:
         self._placed: dict[str, Placed] = {}
         self._reservations: list[Reservation] = []
         """Oldest first."""
+        self._asked: dict[str, Sequence[GpuGroup]] = {}
+        """The groups of the last `reserve`, by their names. `release` removes them."""
         self._reserving = asyncio.Lock()
         """Held while a policy gets its GPUs: two policies that have a part each would wait for each other."""
         self._largest = 0
@@ -131,14 +134,19 @@ class Conductor:
     async def reserve(self, groups: Sequence[GpuGroup], seconds: float) -> None:
         """Wait until Ray has the GPUs of all groups. Raises as `start`; then it has those of none.
 
-        Replaces reservations of the same groups that no process used.
+        Calls take turns, and `seconds` count from its own turn. Replaces reservations of the same groups that no
+        process used.
         """
-        await self.release({group.name for group in groups})
-        deadline, made = asyncio.get_running_loop().time() + seconds, list[Reservation]()
+        names = {group.name for group in groups}
+        await self.release(names)
+        self._asked |= dict.fromkeys(names, groups)
         async with self._reserving:
+            deadline, made = asyncio.get_running_loop().time() + seconds, list[Reservation]()
             try:
                 # The largest first: a small one could take a part of the only node with room for it.
                 for group, count in sorted(Counter(groups).items(), key=lambda item: -item[0].size * item[0].gpus):
+                    if any(self._asked.get(name) is not groups for name in names):
+                        raise ComputeError(GIVEN_BACK)
                     new = [self._reservation(group, deadline, groups) for _ in range(count)]
                     made += new
                     await asyncio.gather(*(one.ready for one in new))
@@ -148,7 +156,8 @@ class Conductor:
                 raise
 
     async def release(self, names: Set[str]) -> None:
-        """Give back the GPUs of groups of these names that no process used. Idempotent."""
+        """Give back the GPUs of groups of these names that no process used. Ends a `reserve` of them. Idempotent."""
+        self._asked = {name: groups for name, groups in self._asked.items() if name not in names}
         for one in [one for one in self._reservations if one.is_unused and one.group.name in names]:
             self._remove(one)
 
@@ -265,8 +274,8 @@ class Conductor:
                     reservation.handle, is_together = await asyncio.to_thread(asked_of_ray, group, "PACK"), False
                 await asyncio.sleep(POLL_SECONDS)
                 if reservation not in self._reservations:
-                    raise ComputeError("the GPUs were given back before all were free")
-        except (ComputeError, ConfigError):
+                    raise ComputeError(GIVEN_BACK)
+        except BaseException:
             await asyncio.to_thread(give_back, reservation.handle)
             raise
         self._largest = max(self._largest, group.gpus)
@@ -341,7 +350,8 @@ class Conductor:
             placed.stopped = True
         with contextlib.suppress(TimeoutError):  # Actors still answer: requests to them do not pass the head.
             async with asyncio.timeout(FAREWELL_SECONDS):
-                await asyncio.gather(*(placed.actor.stop.remote() for placed in present), return_exceptions=True)
+                actors = [placed.actor for placed in present if placed.actor is not None]
+                await asyncio.gather(*(actor.stop.remote() for actor in actors), return_exceptions=True)
         for placed in present:
             if not placed.end.done():
                 placed.end.set_result(ProcessEnd(f"(on {placed.place}) {reason}"))

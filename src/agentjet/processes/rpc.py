@@ -301,8 +301,9 @@ class Peer:
         try:
             for part in large.parts():
                 self._write(part)
-                with contextlib.suppress(ConnectionError):  # The next part raises the reason of the end.
-                    await self._writer.drain()
+                await self._writer.drain()
+        except OSError:  # The connection ended, and `_read` has not seen it yet.
+            return await sending.next()
         except BaseException:
             self._pending.pop(id, None)
             with contextlib.suppress(WorkerDied):
@@ -416,7 +417,9 @@ async def uninterrupted(ending: Coroutine[Any, Any, None]) -> None:
     try:
         await asyncio.shield(task)
     except asyncio.CancelledError:
-        await asyncio.wait([task])
+        while not task.done():
+            with contextlib.suppress(asyncio.CancelledError):  # Its caller may be cancelled again.
+                await asyncio.wait([task])
         raise
 
 
@@ -541,7 +544,10 @@ class FrontLink(Link):
                 self._unsent.clear()
             if self._unsent:
                 self._is_sending = True
-                threading.Thread(target=self._send_rest, daemon=True).start()
+                try:
+                    threading.Thread(target=self._send_rest, daemon=True).start()
+                except RuntimeError:  # There are too many threads. The front connects again.
+                    _shut(self._connection)
 
     def _send_rest(self) -> None:
         while True:
@@ -670,15 +676,17 @@ class Listener:
 
     def _accept(self) -> None:
         """Accept connections until `close`. An error, such as too many open files, delays them."""
+        connection: socket.socket | None = None
         while not self._is_closed:
             try:
-                connection, _ = self._listener.accept()
+                connection = connection or self._listener.accept()[0]
                 with self._lock:
                     self._handshakes[connection] = None
                     if len(self._handshakes) > MAX_HANDSHAKES:  # One with the secret takes milliseconds.
                         _shut(oldest := next(iter(self._handshakes)))
                         del self._handshakes[oldest]
                 threading.Thread(target=self._admit, args=(connection,), daemon=True).start()
+                connection = None
             except (OSError, RuntimeError) as error:  # RuntimeError: there are too many threads.
                 if not self._is_closed:
                     log.warning("connections wait, because none can be accepted: %s", error)

@@ -84,14 +84,15 @@ class Supervisor:
                 tune(connection.result(), unanswered_seconds=UNANSWERED_SECONDS)
                 return Peer(name, *await asyncio.open_connection(sock=connection.result()), process)
             except BaseException:
-                if connection.done() and not connection.cancelled():
-                    connection.result().close()
                 await uninterrupted(process.stop())
                 raise
+        except BaseException:
+            if not (connection.cancel() or connection.cancelled()):  # It may have come while the process was stopped.
+                connection.result().close()
+            raise
         finally:
             if self._expected.get(name) is connection:
                 del self._expected[name]
-            connection.cancel()
 
     def place(self, name: str) -> str:
         """Returns the machine and the process id of a process; "" if they are unknown."""
@@ -241,7 +242,10 @@ class GpuGroup:
 
 
 class Placement(Protocol):
-    """Starts processes, which end with it. Two processes of one name never live at the same time."""
+    """Starts processes, which end with it. Two processes of one name never live at the same time.
+
+    No process is left of a start that failed or was cancelled.
+    """
 
     async def num_gpus(self) -> int | None:
         """Returns the number of GPUs that processes can get. None if there are none: processes run on the CPU."""
@@ -498,7 +502,12 @@ class RayPlacement:
         conductor = await self._conductor()
         create_log(launch.log_path)
         launch = replace(launch, log_path=launch.log_path.resolve(), placement_seconds=self.placement_seconds)
-        place: str = await conductor.ask("start", None, launch)
+        try:
+            place: str = await conductor.ask("start", None, launch)
+        except asyncio.CancelledError:  # The conductor goes on with what it was asked for.
+            with contextlib.suppress(ComputeError):
+                await uninterrupted(conductor.ask("stop", None, launch.name))
+            raise
         return RayProcess(conductor, launch, place, f"see {self._log_path}")
 
     async def reserve(self, groups: Sequence[GpuGroup]) -> None:
