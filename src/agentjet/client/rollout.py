@@ -161,6 +161,7 @@ class RolloutQueue:
         self._waiting: dict[str, deque[RolloutSpec]] = {task_set: deque() for task_set in visits}
         """Episodes that were made or put back, by task set."""
         self.task_sets = frozenset(visits)
+        """Those of which one may be left out for a while, because its episodes only fail."""
         self.has_sets = len(visits) > 1
         """True if a task set without room is passed over."""
         self._ids = {name: {task.id for task in tasks if task.task_set == name} for name in visits}
