@@ -1,7 +1,8 @@
 """Heartbeats do not depend on the agents' loop.
 
 1. The lease of an episode is renewed while the loop of its agent is blocked: in `train`, `evaluate` and `with`.
-2. They end with the episode, with the server's knowledge of it, and with the client, whose thread ends.
+2. They end with the episode, with the server's knowledge of it, and with the client, whose thread ends. A reward that
+   the server has is reported, whoever sent it.
 3. An agent that blocks its loop is named once; one that does not is never named.
 4. A process that is forked later makes its own.
 """
@@ -35,13 +36,18 @@ class Server(FakeServer):
     def __init__(self) -> None:
         super().__init__(batch_size=1, group_size=1)
         self.beats: dict[str, threading.Event] = {}
+        self.may_answer_finish = threading.Event()
+        self.may_answer_finish.set()
 
     def transport(self) -> httpx.MockTransport:
         async def handle(request: httpx.Request) -> httpx.Response:
             _, _, path = request.url.path.partition("/episodes/")
             if path.endswith("/heartbeat"):
                 self.beat_of(path.partition("/")[0]).set()
-            return await self._handle(request)
+            answer = await self._handle(request)
+            while path.endswith("/finish") and not self.may_answer_finish.is_set():
+                await asyncio.sleep(0.001)
+            return answer
 
         return httpx.MockTransport(handle)
 
@@ -104,10 +110,10 @@ def test_a_blocked_loop_keeps_its_leases(way: Callable[[Server], bool]) -> None:
 class Live:
     """An episode whose server answers heartbeats by `errors`, one after the other."""
 
-    status, lease_seconds = "live", 0.0
+    status, lease_seconds, reward = "live", 0.0, None
 
-    def __init__(self, *errors: Exception) -> None:
-        self.errors = list(errors)
+    def __init__(self, *errors: Exception, is_finishing: bool = False) -> None:
+        self.errors, self.is_finishing = list(errors), is_finishing
 
     async def renew(self, connection: object) -> None:
         if self.errors:
@@ -142,6 +148,48 @@ def beating() -> Iterator[Heartbeats]:
 def test_heartbeats_end_with_the_servers_knowledge_of_the_episode(errors: list[Exception], has_ended: bool) -> None:
     with beating() as beats:
         assert beats.follow(Live(*errors)).result(PATIENCE) is has_ended
+
+
+def test_a_heartbeat_that_meets_a_finish_on_its_way_is_not_the_end_of_the_agent() -> None:
+    """The server has the reward and refuses heartbeats, and its answer to the agent's `finish` is late."""
+    server = Server()
+
+    async def agent(task: Task, episode: AsyncEpisode) -> None:
+        server.may_answer_finish.clear()
+        finishing = asyncio.ensure_future(episode.finish(0.75))
+        while episode.status == "live":
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.05)  # The agent would be cancelled here.
+        server.may_answer_finish.set()
+        await finishing
+
+    with server.client() as swarm:
+        [result] = swarm.evaluate(agent, [Task("a")], progress=False).results
+    assert (result.outcome, result.reward, result.error) == ("finished", 0.75, "")
+    assert len(server.episodes) == 1, "it was not attempted again"
+    with beating() as beats:
+        refused = Live(Conflict("finished", code="episode_finished"), is_finishing=True)
+        assert beats.follow(refused).result(PATIENCE) is False  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("then", ["waits", "returns", "raises"])
+def test_the_reward_that_another_process_sent_is_reported(then: str) -> None:
+    """An application finishes its episode over HTTP, with its key."""
+    server = Server()
+
+    async def agent(task: Task, episode: AsyncEpisode) -> float:
+        finished = {"status": "finished", "reward": 0.75, "metrics": {"turns": 2.0}, "reward_text": "it was solved"}
+        server.episodes[episode.id] = server.episodes[episode.id].model_copy(update=finished)
+        if then == "raises":
+            raise OSError("the application has ended")
+        if then == "waits":
+            await asyncio.Event().wait()
+        return 0.0
+
+    with server.client() as swarm:
+        [result] = swarm.evaluate(agent, [Task("a")], progress=False).results
+    assert (result.outcome, result.reward, result.metrics) == ("finished", 0.75, {"turns": 2.0})
+    assert len(server.episodes) == 1, "it was not attempted again"
 
 
 @pytest.mark.parametrize("blocks", [True, False])

@@ -12,7 +12,7 @@ import re
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -104,13 +104,14 @@ class Run:
     """Training runs over the fake server, in time that does not pass."""
 
     server: FakeServer = field(default_factory=lambda: FakeServer(batch_size=2, group_size=2))
+    tasks: Iterable[Task] = tuple(TASKS)
     time: FakeTime = field(default_factory=YieldingTime)
 
     async def train(self, agent: Any, steps: int, **options: Any) -> TrainReport:
         async with self.server.connect(self.time) as swarm:
             async with asyncio.timeout(20):
                 options = {"concurrency": 2, "progress": False, "reload": True, **options}
-                return await swarm.train(agent, TASKS, steps=steps, **options)
+                return await swarm.train(agent, self.tasks, steps=steps, **options)
 
     def rewards_of_groups(self) -> Counter[tuple[float | None, ...]]:
         groups: dict[str, list[float | None]] = {}
@@ -297,7 +298,7 @@ def result_of(group: str, version: str, outcome: Outcome = "finished") -> Episod
 
 
 def spec_of(group: str, place: int) -> RolloutSpec:
-    return RolloutSpec(Task(group), group, 0, place=place, visit=Visit(num_left=1))
+    return RolloutSpec(Task(group), group, 0, spare=place >= 2, place=place, visit=Visit(num_left=1))
 
 
 @pytest.fixture
@@ -324,6 +325,30 @@ async def test_an_edit_does_not_wait_for_groups_that_nothing_completes(files: Fi
     with pytest.raises(Conflict, match="members of older code") as raised:
         await lazy.begin("a", 1)
     assert raised.value.code == "group_closed"
+
+
+async def test_an_edit_waits_for_the_spare_episodes_of_complete_groups(
+    files: Files, lazy: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that imports a module later would get that of the edit. A group is waited for once."""
+    monkeypatch.setattr("agentjet.client.live_reload.GROUPS_SECONDS", 30.0)
+    old, _ = await lazy.begin("a")
+    for place in (1, 2):
+        await lazy.begin("a", place)
+    for place in (0, 1):
+        lazy.finish("a", old, place)
+    files.write("live_more", "REWARD = 0.75\n")
+    waiting = asyncio.create_task(lazy.begin("b"))
+    for _ in range(50):
+        await lazy.time.sleep(0.2)
+    assert not waiting.done(), "the spare episode of the first group is live"
+    new, _ = await asyncio.wait_for(waiting, 20)
+    assert new != old and lazy.time.now >= 30
+    lazy.finish("b", new)
+    files.write("live_more", "REWARD = 0.5\n")
+    began = lazy.time.now
+    newer, _ = await lazy.begin("c")
+    assert newer != new and lazy.time.now - began < 10
 
 
 async def test_a_held_out_evaluation_runs_one_version(files: Files, lazy: Live) -> None:
@@ -626,6 +651,32 @@ def test_a_module_of_a_package_is_loaded_anew_however_it_is_imported(files: File
     finally:
         for name in [name for name in sys.modules if name.startswith("live_package")]:
             del sys.modules[name]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("payload", "is_named"),
+    [
+        (lambda words: words.Kind.SUM, True),
+        (lambda words: {"steps": [(words.Kind.SUM, 3)]}, True),
+        (lambda words: words.Puzzle([words.Kind.SUM]), True),
+        (lambda words: {"steps": [(words.Kind.SUM.value, 3)]}, False),
+        (lambda words: None, False),
+    ],
+)
+def test_objects_of_reloaded_classes_in_tasks_are_named(
+    payload: Callable[[Any], object], is_named: bool, stream: bool, files: Files, caplog: pytest.LogCaptureFixture
+) -> None:
+    """For the agent, which is imported again, they are not equal to the members of its own enum."""
+    classes = "class Puzzle:\n    def __init__(self, kinds):\n        self.kinds = kinds\n"
+    files.write(
+        "live_words", f"import enum\nREWARD = 0.25\nKind = enum.Enum('Kind', 'SUM', module=__name__)\n{classes}"
+    )
+    agent = files.agent()
+    made = payload(sys.modules["live_words"])
+    tasks = [Task(f"t{number}", payload=made) for number in range(3)]
+    asyncio.run(Run(tasks=iter(tasks) if stream else tasks).train(agent, 1))
+    assert [record.getMessage().count("live_words.Kind") for record in caplog.records] == [1] * is_named
 
 
 def test_the_version_of_an_agent(files: Files) -> None:

@@ -22,17 +22,22 @@ from pathlib import Path
 import httpx
 import pytest
 
-from agentjet.client import AgentFailing, AsyncEpisode, AsyncSwarm, Endpoint, Episode, Retry, wilson_interval
+from agentjet.client import (
+    AgentFailing,
+    AsyncEpisode,
+    AsyncSwarm,
+    Episode,
+    EpisodeResult,
+    Retry,
+    wilson_interval,
+)
 from agentjet.client.agent_source import AgentVersion
 from agentjet.client.episode import STOPPED, wait_for_end
 from agentjet.client.rollout import (
     Agent,
-    Groups,
     RolloutQueue,
     RolloutSpec,
     Runner,
-    StreamQueue,
-    TaskStream,
     wait_for_first,
 )
 from agentjet.client.threads import LoopThread
@@ -359,86 +364,6 @@ def test_sync_methods_inside_an_async_agent_are_refused_instead_of_hanging() -> 
 
         with pytest.raises(AgentFailing, match="own event loop"):
             swarm.evaluate(agent, TASKS[:1], progress=False)
-
-
-def first(number: int, slots: RolloutQueue) -> list[RolloutSpec]:
-    return [slot for _ in range(number) if (slot := slots.next()) is not None]
-
-
-def test_tasks_are_visited_in_an_order_the_seed_determines() -> None:
-    def visits(seed: int) -> list[str]:
-        return [slot.task.id for slot in first(20, RolloutQueue.training(TASKS, 2, seed))]
-
-    assert visits(1) == visits(1)
-    assert visits(1) != visits(2)
-    assert sorted(visits(1)[:10:2]) == sorted(task.id for task in TASKS)
-    groups = [slot.group for slot in first(4, RolloutQueue.training(TASKS[:1], 2, 0))]
-    assert groups[0] == groups[1] != groups[2] == groups[3]
-
-
-def test_a_task_set_without_room_is_passed_over_and_misses_nothing() -> None:
-    tasks = [Task(f"{task_set}{number}", task_set) for number in range(4) for task_set in ("a", "b")]
-
-    def order_of(task_set: str, slots: list[RolloutSpec]) -> list[str]:
-        return [slot.task.id for slot in slots if slot.task.task_set == task_set]
-
-    undisturbed = first(200, RolloutQueue.training(tasks, 2, seed=3))
-    slots, begun, full = RolloutQueue.training(tasks, 2, seed=3), list[RolloutSpec](), set[str]()
-    for number in range(150):
-        slot = slots.next(full)
-        assert slot is not None and slot.task.task_set not in full
-        if number % 3 == 0:
-            slots.put_back(slot)
-            full = {slot.task.task_set}
-        else:
-            begun.append(slot)
-            full = set()
-    assert len(begun) == len({slot.index for slot in begun}) == 100
-    for task_set in ("a", "b"):
-        had = order_of(task_set, begun)
-        assert len(had) > 30 and had == order_of(task_set, undisturbed)[: len(had)]
-
-
-@pytest.mark.parametrize("spare", [0, 1])
-@pytest.mark.parametrize("under_way", [0, 1, 3, 9])
-@pytest.mark.parametrize("sizes", [(1, 1), (3, 3), (3, 1)])
-def test_task_sets_are_mixed_by_their_visits(sizes: tuple[int, int], under_way: int, spare: int) -> None:
-    """In each epoch each set begins one group for each of its tasks, however many members begin before the first has
-    begun."""
-    tasks = [Task(f"{name}{number}", name) for name, size in zip("ab", sizes, strict=True) for number in range(size)]
-    queue = RolloutQueue.training(tasks, 4, 0, spare)
-    specs: list[RolloutSpec] = []
-    for spec in iter(queue.next, None):
-        specs.append(spec)
-        if len(specs) > under_way:
-            specs[-under_way - 1].visit.opened.set()
-        if len(specs) == 6 * len(tasks) * (4 + spare):
-            break
-    groups = list({spec.group: spec.task for spec in specs}.values())
-    assert set(Counter(spec.group for spec in specs).values()) == {4 + spare}
-    each_epoch = [groups[at : at + len(tasks)] for at in range(0, len(groups), len(tasks))]
-    assert [Counter(epoch) for epoch in each_epoch] == [Counter(tasks)] * 6
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_the_members_of_a_begun_group_come_first_also_of_a_full_set(stream: bool) -> None:
-    """A worker that was refused for the set, before the group began, takes its members: it completes no other group."""
-    tasks = [Task(f"{name}{number}", task_set=name) for number in range(2) for name in "ab"]
-    queue = RolloutQueue.training(tasks, 3, 0)
-    if stream:
-        queue = StreamQueue(TaskStream(iter(tasks), "tasks"), Groups(3, 0, ""), 0)
-    first = queue.next({"b"})
-    assert first is not None
-    queue.put_back(first)
-    assert queue.next({"b"}) == first
-    first.visit.opened.set()
-    members = [queue.next({"a"}) for _ in range(2)]
-    assert [spec and (spec.group, spec.place) for spec in members] == [(first.group, 1), (first.group, 2)]
-    last = members[1] or first
-    queue.put_back(last)
-    other = queue.next({"a"})
-    assert other is not None and other.task.task_set == "b", "the server has dropped the group"
-    assert queue.next({"b"}) == last
 
 
 def test_progress_lines_say_step_reward_speed_failures_and_time_left(capsys: pytest.CaptureFixture[str]) -> None:
@@ -864,27 +789,56 @@ def test_an_evaluation_has_the_seeds_of_its_tasks_and_repeats() -> None:
     assert {*seeds(None)} == {None}
 
 
-async def test_a_task_set_that_hangs_takes_its_capacity_only() -> None:
-    """Its groups have begun, so their other members would come first."""
-    begun, done = Counter[str](), Counter[str]()
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("kind", [KeyError, asyncio.CancelledError, None])
+def test_an_abort_that_fails_does_not_replace_the_exception_of_its_block(
+    kind: type[BaseException] | None, is_async: bool
+) -> None:
+    server, error = FakeServer(), kind and kind("the user's")
 
-    async def agent(task: Task, episode: AsyncEpisode) -> float:
-        begun[task.task_set] += 1
-        await asyncio.sleep(600 if task.task_set == "hanging" else 0)
-        return 1.0
+    def fail() -> None:
+        server.be_down = 10**6
+        if error is not None:
+            raise error
 
-    async def start(spec: RolloutSpec) -> tuple[AsyncEpisode, Agent]:
-        request = BeginRequest(client_id="c", task_id=spec.task.id, task_set=spec.task.task_set)
-        return Endpoint("http://127.0.0.1:9/v1", "m").begin(request), agent
+    async def scenario() -> None:
+        async with server.connect() as swarm, swarm.episode("t1"):
+            fail()
 
-    def report(spec: RolloutSpec, result: object, last: bool) -> None:
-        done[spec.task.task_set] += 1
+    with pytest.raises(kind or Unreachable) as raised:
+        if is_async:
+            asyncio.run(scenario())
+        else:
+            with server.client(retry=FakeTime().retry()) as swarm, swarm.episode("t1"):
+                fail()
+    if error is not None:
+        [note] = raised.value.__notes__
+        assert note.startswith("its episode was not aborted: no answer from ")
 
-    tasks = [Task(f"{name}-{number}", name) for name in ("hanging", "sound") for number in range(4)]
-    runner = Runner(start, report, capacity={"hanging": 2})
-    running = asyncio.create_task(runner.run(RolloutQueue.training(tasks, 4, 0), 4))
-    while done["sound"] < 20:
-        await asyncio.sleep(0.01)
-    running.cancel()
-    await asyncio.wait([running])
-    assert (begun["hanging"], done["hanging"]) == (2, 0)
+
+async def test_a_reward_that_was_accepted_as_the_run_ended_is_reported() -> None:
+    """The agent finishes its episode itself, and the run is cancelled before the answer arrives."""
+
+    class Late(FakeServer):
+        async def _handle(self, request: httpx.Request) -> httpx.Response:
+            answer = await super()._handle(request)
+            if request.url.path.endswith("/finish"):
+                await asyncio.Event().wait()
+            return answer
+
+    async def agent(task: Task, episode: AsyncEpisode) -> None:
+        await episode.finish(0.75)
+
+    server, reported = Late(), list[EpisodeResult]()
+    async with server.connect() as swarm:
+
+        async def start(spec: RolloutSpec) -> tuple[AsyncEpisode, Agent]:
+            return await swarm.begin(spec.task.id, mode="eval"), agent
+
+        runner = Runner(start, lambda spec, result, last: reported.append(result))
+        running = asyncio.create_task(runner.run(RolloutQueue.once(TASKS[:1]), 1))
+        while not server.by_status()["finished"]:
+            await asyncio.sleep(0)
+        running.cancel()
+        await asyncio.wait([running])
+    assert [(result.outcome, result.reward) for result in reported] == [("finished", 0.75)]

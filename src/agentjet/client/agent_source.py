@@ -16,6 +16,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import itertools
 import os
 import shutil
 import stat
@@ -37,7 +38,7 @@ from types import CodeType, ModuleType
 from typing import Any, Protocol
 
 from agentjet.errors import ConfigError, InvalidRequest, did_you_mean
-from agentjet.types import DEFAULT_RUN, beginning
+from agentjet.types import DEFAULT_RUN, Task, beginning
 
 MAX_FILES = 4000
 MAX_BYTES = 32 * 2**20
@@ -56,6 +57,8 @@ RESTLESS = 20
 """Changes during one load, after which a file counts as a record that a program writes."""
 PAUSE_SECONDS = 0.05
 """Pause between two looks at changing files. A file system's clock ticks more often."""
+NUM_CHECKED = 100
+"""Tasks, and values of each, that are checked for objects of reloaded classes."""
 NUM_NAMED = 8
 """Names in one line of a message."""
 OURS = Path(__file__).parents[1]
@@ -488,6 +491,20 @@ class ModuleSource:
         files = {path: hash_of({"": content}) for path, content in contents.items()}
         return AgentVersion(version, agent, listing.stamp, files, functools.partial(self._use, loaded))
 
+    def mismatch(self, tasks: Iterable[Task]) -> str:
+        """Returns a sentence if tasks have objects of classes that a load defines again, else ''. Looks at the first
+        tasks, and at their first values."""
+        some = itertools.islice(tasks, NUM_CHECKED)
+        kinds = {type(value) for task in some for value in itertools.islice(_values(task.payload), NUM_CHECKED)}
+        own = [f"{kind.__module__}.{kind.__qualname__}" for kind in kinds if kind.__module__ in self._first.imported]
+        if not own:
+            return ""
+        return (
+            f"the tasks have objects of {named(sorted(own))}, and reload = True imports these modules again, from a "
+            "copy: these objects are not instances of the agent's classes, and mostly not equal to its values. Give "
+            f"the tasks plain values, such as text, or define these classes outside of {self._folder.root}"
+        )
+
     def close(self) -> None:
         """Restore the modules from before the first load, and remove the copies."""
         self._use(self._first)
@@ -539,6 +556,15 @@ class ModuleSource:
             if any(_absolute(place) in moved for place in places):
                 found[name] = module
         return found
+
+
+def _values(payload: Any) -> Iterator[Any]:
+    """A payload and the values inside it, those of outer levels first."""
+    values = [payload]
+    for value in values:  # The list grows.
+        yield value
+        inner = value if type(value) in (dict, list, tuple, set, frozenset) else getattr(value, "__dict__", {})
+        values += itertools.islice(inner.values() if hasattr(inner, "values") else inner, NUM_CHECKED)
 
 
 def _absolute(place: Path) -> Path:

@@ -85,7 +85,7 @@ class Heartbeats:
         """Identities of the threads whose loops are pinged."""
 
     def follow(self, episode: AsyncEpisode) -> concurrent.futures.Future[bool]:
-        """Send heartbeats until the episode ends. The result is True if the server ended it.
+        """Send heartbeats until the episode ends. The result is True if it ended without its `finish`.
 
         Cancelling the future ends the heartbeats. Raises `RuntimeError` in a forked process.
         """
@@ -116,7 +116,7 @@ class Heartbeats:
                     self._connection = self._connect()
                 await episode.renew(self._connection)
             except (Conflict, NotFound):  # The episode ended, or its run is not served any more.
-                return True
+                return not episode.is_finishing and episode.reward is None  # else its own `finish` may have ended it
             except AgentJetError:  # The server may be away for a while: the agent's own request raises.
                 pass
             except Exception as error:  # The boundary: the lease would end. A repeated failure is logged once.

@@ -12,8 +12,8 @@ import concurrent.futures
 import itertools
 import math
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 from urllib.parse import quote
@@ -128,6 +128,8 @@ class AsyncEpisode(_EpisodeFields):
         """The reward that the server accepted."""
         self.reason = ""
         """The server's reason for an end without a reward."""
+        self.is_finishing = False
+        """True while `finish` waits for its answer."""
         self.num_calls = 0
         """Calls that the server recorded, as of its last answer."""
 
@@ -138,9 +140,13 @@ class AsyncEpisode(_EpisodeFields):
         aborted or its lease has expired.
         """
         reward = checked_reward(reward, self.policies)
-        view = await self._post("finish", finish_body(reward))
-        self.reward = reward
-        return view
+        self.is_finishing = True
+        try:
+            view = await self._post("finish", finish_body(reward))
+            self.reward = reward
+            return view
+        finally:
+            self.is_finishing = False
 
     async def abort(self, reason: str = "", *, patience: float | None = None) -> EpisodeView:
         """End the episode without a score; it is not trained on. Retries for `patience` seconds."""
@@ -162,7 +168,7 @@ class AsyncEpisode(_EpisodeFields):
             raise
 
     def keep_alive(self) -> concurrent.futures.Future[bool]:
-        """Send heartbeats from a thread until the episode ends. The result is True if the server ended it."""
+        """Send heartbeats from a thread until the episode ends. The result is True if it ended without `finish`."""
         if self._connection is None:
             return concurrent.futures.Future()
         return self._connection.heartbeats.follow(self)
@@ -192,10 +198,13 @@ class AsyncEpisode(_EpisodeFields):
 
     def _ended_by_server(self, error: Conflict | NotFound) -> None:
         if self.status == "live":
-            self.status = "aborted" if error.code == "episode_aborted" else "expired"
+            known: dict[str | None, EpisodeStatus] = {"episode_aborted": "aborted", "episode_finished": "finished"}
+            self.status = known.get(error.code, "expired")
 
     def _update(self, view: EpisodeView) -> EpisodeView:
         self.status, self.reason, self.num_calls = view.status, view.reason, view.num_calls
+        if self.reward is None and view.reward is not None:  # Another process may have finished it.
+            self.reward = Reward(view.reward, view.by_role, view.metrics, text=view.reward_text)
         return view
 
     def _unrecorded_view(self, body: FinishRequest | AbortRequest | None) -> EpisodeView:
@@ -212,7 +221,8 @@ class AsyncEpisode(_EpisodeFields):
     async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._heartbeats.cancel()
         if self.status == "live":
-            await self.abort(abort_reason(error), patience=patience_after(error))
+            with _added_to(error):
+                await self.abort(abort_reason(error), patience=patience_after(error))
 
 
 class Episode(_EpisodeFields):
@@ -253,7 +263,19 @@ class Episode(_EpisodeFields):
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._heartbeats.cancel()
         if self.status == "live":
-            self.abort(abort_reason(error), patience=patience_after(error))
+            with _added_to(error):
+                self.abort(abort_reason(error), patience=patience_after(error))
+
+
+@contextmanager
+def _added_to(error: BaseException | None) -> Iterator[None]:
+    """Adds the failure of an abort to the exception that caused it as a note: the caller gets its own exception."""
+    try:
+        yield
+    except Exception as failure:  # the boundary: a server that is away, or a client that is closed
+        if error is None:
+            raise
+        error.add_note(f"its episode was not aborted: {failure}")
 
 
 def patience_after(error: BaseException | None) -> float | None:
@@ -359,6 +381,14 @@ async def wait_for_end(requests: Awaitable[object], seconds: float) -> None:
     with suppress(AgentJetError, TimeoutError):
         async with asyncio.timeout(seconds):
             await requests
+
+
+async def abort_unless_finished(episode: AsyncEpisode, reason: str, patience: float) -> None:
+    """Abort an episode. If its agent has just finished it, reads its reward."""
+    try:
+        await episode.abort(reason, patience=patience)
+    except Conflict:
+        await episode.refresh()
 
 
 async def begin_episode(

@@ -1,7 +1,8 @@
 """Live reload: the version of the agent that an episode gets while its source is being edited.
 
 * A group never mixes versions, and no finished episode is lost: each version runs from a copy of its files. The files
-  are loaded once the groups that have begun are complete. No group begins until then.
+  are loaded once the groups that have begun are complete, or after `GROUPS_SECONDS`. No group begins until then. An
+  episode of older code that imports a module after the load gets that of the new version.
 * Files that cannot be loaded leave the old version in use. During a held-out evaluation the version stays, too.
 * A version whose first episodes all fail is rolled back to the one before it, until the files change again. Its
   failures do not use up the attempts at a task. A failed held-out evaluation of an edited version ends no run.
@@ -221,7 +222,8 @@ class LiveReload:
             group.is_left, group.is_open = True, False
 
     def _open(self) -> list[_Group]:
-        return [group for group in self._groups.values() if group.is_open]
+        """Groups that lack members, or whose spare episodes still run."""
+        return [group for group in self._groups.values() if group.is_open or (group.num_live > 0 and not group.is_left)]
 
     @asynccontextmanager
     async def held_out(self, *, reload: bool = True) -> AsyncIterator[AgentVersion]:

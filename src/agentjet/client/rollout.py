@@ -20,7 +20,6 @@ import hashlib
 import inspect
 import itertools
 import json
-import math
 import random
 import time
 import uuid
@@ -41,6 +40,7 @@ from agentjet.client.episode import (
     Returned,
     RunCoroutine,
     abort_reason,
+    abort_unless_finished,
     checked_reward,
     wait_for_end,
 )
@@ -156,11 +156,12 @@ class RolloutQueue:
         self, visits: Mapping[str, Iterator[list[RolloutSpec]]], order: Iterator[str], tasks: Sequence[Task] = ()
     ) -> None:
         """`visits` are by task set; `order` yields the task set of each next visit; `tasks` may be skipped."""
-        self._unread = visits
+        self._unread = dict(visits)
         self._order = order
         self._waiting: dict[str, deque[RolloutSpec]] = {task_set: deque() for task_set in visits}
         """Episodes that were made or put back, by task set."""
         self.task_sets = frozenset(visits)
+        """Those of which one may be left out for a while, because its episodes only fail."""
         self.has_sets = len(visits) > 1
         """True if a task set without room is passed over."""
         self._ids = {name: {task.id for task in tasks if task.task_set == name} for name in visits}
@@ -191,36 +192,53 @@ class RolloutQueue:
         return cls(by_set, order, tasks)
 
     @classmethod
-    def once(cls, tasks: Sequence[Task], repeats: int = 1, base: str = "") -> RolloutQueue:
-        """Each task `repeats` times, in no group, with seeds from `base` if there is one. All tasks share the room."""
-        each = enumerate((task, repeat) for task in tasks for repeat in range(repeats))
-        visits = (
-            [RolloutSpec(task, "", index, seed=episode_seed(base, task, repeat) if base else None)]
-            for index, (task, repeat) in each
-        )
-        return cls({"": visits}, itertools.repeat(""))
+    def once(
+        cls, tasks: Sequence[Task], repeats: int = 1, base: str = "", capacity: Collection[str] = ()
+    ) -> RolloutQueue:
+        """Each task `repeats` times, in no group, with seeds from `base` if there is one. The task sets of `capacity`
+        have room for themselves; all other tasks share the room."""
+
+        def visits(own: Sequence[tuple[int, Task]]) -> Iterator[list[RolloutSpec]]:
+            for number, task in own:
+                for repeat in range(repeats):
+                    seed = episode_seed(base, task, repeat) if base else None
+                    yield [RolloutSpec(task, "", number * repeats + repeat, seed=seed)]
+
+        by_set: dict[str, list[tuple[int, Task]]] = {}
+        for number, task in enumerate(tasks):
+            by_set.setdefault(task.task_set if task.task_set in capacity else "", []).append((number, task))
+        queue = cls({name: visits(own) for name, own in by_set.items()}, itertools.cycle(by_set))
+        queue.task_sets = frozenset()  # A set that only fails is not left out of a score.
+        return queue
 
     def next(self, full: Collection[str] = (), busy: Collection[str] = ()) -> RolloutSpec | None:
-        """The next episode of a task set that is not in `full`, or None after the last. One set must not be full. The
-        members of groups that have begun come first, also those of a full set: it has room for them, unless it is also
-        in `busy`. Then come the other episodes of visits that were read, so that each visit has one place in the order
-        of the sets.
+        """The next episode of a task set that is not in `full`. None if there is none now, or after the last: see
+        `has_ended`. The members of groups that have begun come first, also those of a full set: it has room for them,
+        unless it is also in `busy`. Then come the other episodes of visits that were read, so that each visit has one
+        place in the order of the sets.
 
         Sets whose tasks are all skipped come last: they are begun nevertheless if no other set has room, so that
         training never stops.
         """
         if (begun := self._of_begun_group(busy)) is not None:
             return begun
-        closed = {*full, *filter(self.is_skipped, self.task_sets)}
-        if closed == self.task_sets:
+        closed = {*full, *filter(self.is_skipped, self._unread)}
+        if closed >= self._unread.keys():
             closed = {*full}
-        if (waiting := self._first(closed)) is None:
-            task_set = next(name for name in self._order if name not in closed)
-            waiting = self._waiting[task_set]
-            waiting.extend(next(self._unread[task_set], ()))
+        while (waiting := self._first(closed)) is None and not closed >= self._unread.keys():
+            task_set = next(name for name in self._order if name in self._unread and name not in closed)
+            if (visit := next(self._unread[task_set], None)) is None:
+                del self._unread[task_set]
+            else:
+                self._waiting[task_set].extend(visit)
         return waiting.popleft() if waiting else None
 
-    def _of_begun_group(self, busy: Collection[str] = ()) -> RolloutSpec | None:
+    @property
+    def has_ended(self) -> bool:
+        """True after the last episode, unless one is put back."""
+        return not self._unread and not any(self._waiting.values())
+
+    def _of_begun_group(self, busy: Collection[str]) -> RolloutSpec | None:
         others = (own for name, own in self._waiting.items() if name not in busy)
         return next((own.popleft() for own in others if own and own[0].visit.opened.is_set()), None)
 
@@ -439,10 +457,10 @@ class Runner:
     async def _next(self, queue: RolloutQueue, full: set[str]) -> RolloutSpec | None:
         """The next episode of a set that has room here and on the server. Waits while there is none."""
         while True:
-            busy = {name for name in queue.task_sets if self._num_running[name] >= self._capacity.get(name, math.inf)}
-            closed = full | busy | self._suspensions.present()
-            if closed != queue.task_sets or not closed:
-                return queue.next(closed, busy)
+            busy = {name for name, most in self._capacity.items() if self._num_running[name] >= most}
+            spec = queue.next(full | busy | self._suspensions.present(), busy)
+            if spec is not None or queue.has_ended:
+                return spec
             await asyncio.sleep(FULL_SECONDS if full else CAPACITY_SECONDS)
             full.clear()
 
@@ -523,11 +541,13 @@ class Runner:
         finally:
             heartbeats.cancel()
             self.live.discard(episode)
-        if episode.status == "aborted" and not episode.reason:  # the server ended it
-            with contextlib.suppress(AgentJetError):
+        if episode.status in ("aborted", "finished") and episode.reward is None and not episode.reason:
+            with contextlib.suppress(AgentJetError):  # The server ended it, or another process finished it.
                 await episode.refresh()
         if episode.status == "aborted" and episode.reason.startswith(SURPLUS_REASONS):
             return not_needed(episode)
+        if episode.reward is None and not error:
+            error = f"{episode.status} before the agent was done"
         return _result(episode, error, where)
 
     async def _play(
@@ -541,7 +561,7 @@ class Runner:
             has_returned = True
             if episode.status == "live":
                 await self._finish(spec, episode, checked_reward(returned, episode.policies))
-            return "" if episode.reward is not None else f"{episode.status} before the agent was done", ""
+            return "", ""
         except Exception as failure:  # the boundary: an agent's exception is a fact about its episode
             if has_returned and isinstance(failure, Unreachable):
                 raise
@@ -596,8 +616,10 @@ class Runner:
                 while self._num_beginning:
                     await asyncio.sleep(BEGINNING_SECONDS)
         why = NOT_NEEDED if self.goal_reached else STOPPED
-        await wait_for_end(episode.abort(why, patience=seconds), seconds)
-        if self.goal_reached:
+        await wait_for_end(abort_unless_finished(episode, why, seconds), seconds)
+        if episode.reward is not None:
+            self._report(spec, _result(episode), True)
+        elif self.goal_reached:
             self._report(spec, not_needed(episode), True)
 
     async def _finish(self, spec: RolloutSpec, episode: AsyncEpisode, reward: Reward) -> None:
@@ -696,6 +718,7 @@ class TaskStream:
         checked = (identities.checked(task) for task in tasks)
         if (first := next(checked, None)) is None:
             raise ValueError("there are no tasks: give at least one")
+        self.first = first
         self._tasks = itertools.chain([first], checked)
 
     def visits(self, seed: int) -> Iterator[Task]:
@@ -720,26 +743,33 @@ class StreamQueue(RolloutQueue):
         super().__init__({}, iter(()))
         self.has_sets = True
         self._visits, self._groups = enumerate(stream.visits(seed)), groups
+        self._has_read_all = False
         self._last: Visit | None = None
         self._num_skipped = 0
 
     def next(self, full: Collection[str] = (), busy: Collection[str] = ()) -> RolloutSpec | None:
-        """The next episode of a task set that is not in `full`, or None after the last. Reads visits of full sets
-        ahead; when they are too many, their first episode is next. Members of begun groups come first.
+        """The next episode of a task set that is not in `full`. Reads visits of full sets ahead. When they are too
+        many, or the last was read, their first episode is next, if its set is not in `busy`. Members of begun groups
+        come first.
         """
-        if (begun := self._of_begun_group()) is not None:
+        if (begun := self._of_begun_group(busy)) is not None:
             return begun
         while (waiting := self._first(full)) is None and self._can_read_ahead:
             number, task = next(self._visits, (0, None))
             if task is None:
+                self._has_read_all = True
                 break
             if self._groups.base and {*self._waiting} - {task.task_set}:
                 raise ValueError(ONE_TASK_SET)
             group = self._groups.visit(task, number, self._last)
             self._last = group[0].visit
             self._waiting.setdefault(task.task_set, deque()).extend(group)
-        waiting = waiting or self._first(())
+        waiting = waiting or self._first(busy)
         return waiting.popleft() if waiting else None
+
+    @property
+    def has_ended(self) -> bool:
+        return self._has_read_all and not any(self._waiting.values())
 
     def has_other(self, full: Collection[str]) -> bool:
         return self._first(full) is not None or self._can_read_ahead
@@ -755,4 +785,5 @@ class StreamQueue(RolloutQueue):
 
     @property
     def _can_read_ahead(self) -> bool:
-        return len({spec.group for waiting in self._waiting.values() for spec in waiting}) < LOOKAHEAD
+        num_waiting = len({spec.group for waiting in self._waiting.values() for spec in waiting})
+        return not self._has_read_all and num_waiting < LOOKAHEAD

@@ -218,6 +218,9 @@ class AsyncSwarm:
             log.warning("%s", note)
         reach_directly(self.url)
         module = ModuleSource(agent) if reload is True else None
+        first_tasks = [source.first] if isinstance(source, TaskStream) else source
+        if module is not None and (note := module.mismatch(first_tasks)):
+            log.warning("%s", note)
         code = module if reload is True else reload or None
         held_out = None
         if eval_tasks and eval_tasks.identity:  # Computed before an agent may change a payload.
@@ -294,7 +297,13 @@ class AsyncSwarm:
                     pinned = await stack.enter_async_context(pin_policy_version(self.connection, pin, at_version))
                 base = "" if seed is None else f"evaluation/{seed}"
                 report = await run_evaluation(
-                    start, tasks, repeats=repeats, concurrency=concurrency, progress=progress, base=base
+                    start,
+                    tasks,
+                    repeats=repeats,
+                    concurrency=concurrency,
+                    progress=progress,
+                    base=base,
+                    capacity=getattr(agent, "capacity", None),
                 )
                 why = ""
                 if record and pinned is not None:

@@ -514,6 +514,7 @@ async def collect(
                     concurrency=concurrency,
                     progress=progress,
                     title="collecting",
+                    capacity=getattr(agent, "capacity", None),
                     on_end=ended,
                 )
             )

@@ -115,10 +115,11 @@ async def run_evaluation(
     progress: bool,
     base: str = "",
     title: str = "evaluating",
+    capacity: Mapping[str, int] | None = None,
     on_end: Callable[[RolloutSpec, EpisodeResult], None] = lambda spec, result: None,
 ) -> EvalReport:
-    """Run every task `repeats` times with the agent of `start`. `base` seeds the episodes. `on_end` is called with each
-    result.
+    """Run every task `repeats` times with the agent of `start`. `base` seeds the episodes. `capacity` is the maximum
+    number of live episodes by task set. `on_end` is called with each result.
 
     A failed episode is attempted up to twice more, then reported as aborted: it counts in no mean.
     """
@@ -136,7 +137,8 @@ async def run_evaluation(
             results[spec.index] = result
             on_end(spec, result)
 
-    await Runner(start, note).run(RolloutQueue.once(tasks, repeats, base), min(concurrency, num))
+    queue = RolloutQueue.once(tasks, repeats, base, capacity or ())
+    await Runner(start, note, capacity=capacity).run(queue, min(concurrency, num))
     ordered = tuple(results[index] for index in sorted(results))
     return EvalReport(results=ordered, seconds=time.monotonic() - started, num_repeated=num_repeated)
 
