@@ -450,6 +450,10 @@ class SlowWork:
     """Time that `done` took."""
 
 
+LOADS_WEIGHTS, WAITS_FOR_BATCH = "loads weights", "waits for a batch"
+"""States of a replica that adopts a version, and of a rank that has nothing to do."""
+
+
 @dataclass(frozen=True, slots=True)
 class ProcessStatus:
     """A process that hosts weights of a policy."""

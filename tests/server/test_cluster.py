@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -58,11 +59,13 @@ def test_the_status_names_the_process_that_a_policy_waits_for() -> None:
         return ProcessStatus(f"replica-{number}", "replica", state, is_ready=is_ready)
 
     starting, serving = replica(1, "starts", is_ready=False), replica(2, "samples")
+    newcomer, loading = replica(3, "loads weights", is_ready=False), replica(2, "loads weights")
     expected = {
-        "": [rank("computes gradients"), starting, serving],
+        "": [rank("computes gradients"), starting, serving, replace(loading, version=4)],
         "rank-0, which loads the model": [rank("loads the model", is_ready=False), starting],
         "a sampler replica: replica-1 starts": [rank("waits for a batch"), starting],
         "a sampler replica": [rank("waits for a batch")],
+        "replica-2, which loads weights": [rank("waits for a batch"), newcomer, replace(loading, version=4)],
     }
     assert {waiting_for_process(processes): processes for processes in expected.values()} == expected
     assert waiting_for_process([ProcessStatus("worker", "worker", "running")]) == waiting_for_process([]) == ""

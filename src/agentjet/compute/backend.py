@@ -53,6 +53,7 @@ from agentjet.processes.supervisor import (
 )
 from agentjet.timeline.batch import TrainingBatch
 from agentjet.types import (
+    WAITS_FOR_BATCH,
     CheckpointStamp,
     ModelInfo,
     Op,
@@ -234,7 +235,7 @@ class ProcessCompute:
             return [ProcessStatus("worker", "worker", state, at, work=ranks.work)]
         found: list[ProcessStatus] = []
         if not ranks.died.done():
-            state = STATES.get(ranks.request, ranks.request or hosted.rank_state or "waits for a batch")
+            state = STATES.get(ranks.request, ranks.request or hosted.rank_state or WAITS_FOR_BATCH)
             is_ready = hosted.rank_state != STARTS and ranks.request != "load"
             found = [ProcessStatus(name, "rank", state, place=place(name), is_ready=is_ready) for name in ranks.names]
         return [*found, *(replace(one, place=place(one.name)) for one in samplers.replicas.fleet.status())]

@@ -35,7 +35,7 @@ from agentjet.config import SamplerConfig, SamplerLimits
 from agentjet.errors import AgentJetError, ComputeError, ConfigError, PolicyRemoved, WorkerDied, WorkerHung
 from agentjet.processes.rpc import Peer
 from agentjet.processes.supervisor import NotStarted, Watchdog, time_limit
-from agentjet.types import PolicyId, ProcessStatus, RouteShape
+from agentjet.types import LOADS_WEIGHTS, PolicyId, ProcessStatus, RouteShape
 
 BLOCK_TOKENS = 64
 """Prefixes are compared in blocks of this many tokens."""
@@ -240,7 +240,7 @@ class ReplicaHandle(RoutedReplica):
         if self.peer is None:
             state = "starts"
         elif self.is_adopting:
-            state = "loads weights"
+            state = LOADS_WEIGHTS
         elif not is_ready:
             state = self.problem or "waits for weights"
         elif self.is_suspended:

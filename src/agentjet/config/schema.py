@@ -347,7 +347,8 @@ class ComputeConfig(Section):
     weight_transfer: Literal["file", "ipc", "nccl"] = "file"
     """The way of whole weights to replicas; an adapter is always a file. `file`: each machine fetches a file. `ipc`:
     the replica reads the memory of the GPU that it shares with the rank. `nccl`: rank 0 sends them from its GPU to
-    those of each replica. `ipc` and `nccl` have never run on a GPU."""
+    those of each replica. `ipc` needs `colocated` with one rank and one sampler, `nccl` excludes it. Both have never
+    run on a GPU."""
 
     @field_validator("host")
     @classmethod

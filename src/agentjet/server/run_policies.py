@@ -53,7 +53,9 @@ from agentjet.server.monitoring import Activity, divergence, emit_event, work_te
 from agentjet.swarm import Journal, SwarmState
 from agentjet.types import (
     JOURNAL,
+    LOADS_WEIGHTS,
     SOLE_POLICY,
+    WAITS_FOR_BATCH,
     CheckpointName,
     CheckpointStamp,
     EngineState,
@@ -253,6 +255,9 @@ def waiting_for_process(processes: Sequence[ProcessStatus]) -> str:
         return "a sampler replica"
     if replicas and not any(one.is_ready for one in replicas):
         return f"a sampler replica: {replicas[0].name} {replicas[0].state}"
+    if all(one.state == WAITS_FOR_BATCH for one in ranks):  # Nothing is learned; a publish may wait for one replica.
+        slow = (one for one in replicas if one.version is not None and one.state == LOADS_WEIGHTS)
+        return next((f"{one.name}, which {one.state}" for one in slow), "")
     return ""
 
 
