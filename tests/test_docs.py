@@ -335,6 +335,6 @@ def test_the_first_example_runs_as_printed(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
     done = run(example, folder, port=free_port())
-    assert "1 steps in" in done.output and "64 episodes finished, 0 aborted" in done.output, done.output
+    assert "1 step in" in done.output and "64 episodes finished, 0 aborted" in done.output, done.output
     assert 0 <= done.success("before") <= 1 and 0 <= done.success("after") <= 1
     assert (folder / "my-model" / "config.json").exists()

@@ -240,6 +240,11 @@ def nearest_name(name: str, known: Iterable[str], *, separator: str = "") -> str
     return min(near)[2] if (near := [one for one in near if one[0] < inf]) else None
 
 
+def counted(num: object, noun: str) -> str:
+    """A number with its noun, such as `1 rank` or `2 ranks`. `num` may be a range, such as `1..4`."""
+    return f"{num} {noun}{'' if str(num) == '1' else 's'}"
+
+
 def did_you_mean(name: str, known: Iterable[str], otherwise: str, *, separator: str = "") -> str:
     """Returns the way out of a wrong name: the nearest known one as a question, or the clause `otherwise`."""
     near = nearest_name(name, known, separator=separator)

@@ -60,19 +60,19 @@ FAR = {"policies": {"far": {"compute": RAY}, "here": {}}, "compute": {**RAY, "ad
     [
         # What fits.
         (SHARDED, {}, EIGHT, [
-            "ok policy: 4 ranks + 4 samplers x 1 GPUs (compute.tensor_parallel) need 8 GPUs of 8",
+            "ok policy: 4 ranks + 4 samplers x 1 GPU (compute.tensor_parallel) need 8 GPUs of 8",
             "8030M parameters, estimated from config.json", "ok policy: each of 4 ranks (sharded): ",
             "ok policy: each replica: 256 completions at a time (sampler.max_concurrent) in a cache of 262144 tokens",
             "ok policy: each GPU of a replica: "]),
         ({"colocated": True}, {}, EIGHT, ["each replica: 64 completions at a time"]),
         ({}, {}, LAPTOP, ["each replica: 64 completions at a time"]),
         ({"ranks": 2}, {}, EIGHT, ["each of 2 ranks (sharded): "]),
-        ({}, {}, EIGHT, ["each of 1 ranks (gathered): "]),  # One rank holds all layers.
-        ({}, {}, Hardware(10**12, (250 * GB,) * 2), ["each of 1 ranks (gathered): 144.6 GB"]),
+        ({}, {}, EIGHT, ["each of 1 rank (gathered): "]),  # One rank holds all layers.
+        ({}, {}, Hardware(10**12, (250 * GB,) * 2), ["each of 1 rank (gathered): 144.6 GB"]),
         ({"ranks": 2}, {}, LARGE, ["each of 2 ranks (gathered): 96.4 GB"]),
         # What does not.
         ({"sharding": "gathered"}, {}, EIGHT, [
-            "problem policy: each of 1 ranks (gathered): 144.6 GB",
+            "problem policy: each of 1 rank (gathered): 144.6 GB",
             "does not fit; 4 sharded ranks fit (compute.ranks)"]),
         ({"ranks": 2}, {}, Hardware(40 * GB), [
             "does not fit; fewer ranks get more of this machine's memory each",
@@ -104,17 +104,17 @@ FAR = {"policies": {"far": {"compute": RAY}, "here": {}}, "compute": {**RAY, "ad
             "note policy: model.offload_optimizer changes nothing, because it learns on CPUs"]),
         # GPUs and cores.
         ({"ranks": 4, "samplers": "2..6"}, {}, EIGHT, [
-            "ok policy: 4 ranks + 2..6 samplers x 1 GPUs (compute.tensor_parallel) need at least 6 GPUs of 8"]),
+            "ok policy: 4 ranks + 2..6 samplers x 1 GPU (compute.tensor_parallel) need at least 6 GPUs of 8"]),
         ({"ranks": 4, "samplers": 6}, {}, EIGHT, [
             "need 10 GPUs, and 8 are free; would fit: ranks = 4 with samplers = 4"]),
         ({"tensor_parallel": 2}, {}, LAPTOP, ["tensor_parallel = 2 needs GPUs and there are none: set it to 1"]),
         ({}, TWO, EIGHT, ["need 5 GPUs of 8", "need 5 GPUs, and 3 are free"]),
         ({}, FAR, EIGHT, [
-            "here: 6 ranks + 2 samplers x 1 GPUs (compute.tensor_parallel) need 8 GPUs of 8",
-            "note far: 6 ranks + 2 samplers x 1 GPUs (compute.tensor_parallel) need 8 GPUs of the Ray cluster "
+            "here: 6 ranks + 2 samplers x 1 GPU (compute.tensor_parallel) need 8 GPUs of 8",
+            "note far: 6 ranks + 2 samplers x 1 GPU (compute.tensor_parallel) need 8 GPUs of the Ray cluster "
             "(`ray status`), or none if it has no GPUs; its nodes count as machines like this one"]),
         ({"ranks": 9}, {"model.device": "cpu"}, EIGHT, [
-            "note policy: 9 ranks + 1 samplers: model.device = 'cpu', so CPUs compute"]),
+            "note policy: 9 ranks + 1 sampler: model.device = 'cpu', so CPUs compute"]),
         ({"samplers": 9}, {}, LAPTOP, ["problem samplers = 9: at most 8 replicas fit the CPU cores"]),
         ({"samplers": 8}, {}, LAPTOP, ["-at most 8 replicas fit the CPU cores"]),
         ({"tensor_parallel": 2}, {}, CONTAINER, [

@@ -25,6 +25,7 @@ from agentjet.config import ServerConfig
 from agentjet.errors import ConfigError, Conflict, Forbidden, InvalidRequest, NotFound
 from agentjet.front.tracing import tracer_provider
 from agentjet.protocol import RunSettings
+from agentjet.types import ProcessStatus
 from tests.cli.test_commands import at, run
 from tests.fakes import running
 from tests.server.serving import ADMIN, Served
@@ -32,6 +33,18 @@ from tests.server.serving import ADMIN, Served
 pytestmark = pytest.mark.anyio
 
 TEAM = {"planner": {}, "coder": {"lora": {"rank": 4}}}
+
+
+async def test_a_start_shows_its_work_or_the_process_it_waits_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(tmp_path / "d", prepare=lambda compute: compute.may_start.clear(), wait_ready=False) as up:
+        assert server_process.start_text(up.gateway) == "waiting for the worker, which loads the model"
+        replica = ProcessStatus("policy/replica-0", "replica", "starts", "here", None, is_ready=False)
+        monkeypatch.setattr(up.compute, "processes", lambda policy: [replica])
+        assert server_process.start_text(up.gateway) == "waiting for a sampler replica: policy/replica-0 starts"
+        with up.gateway.telemetry.activity.work("load", "loading the model"):
+            assert server_process.start_text(up.gateway) == "loading the model"
 
 
 async def test_a_line_for_each_policy_and_for_each_step_of_every_run(

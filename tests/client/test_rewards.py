@@ -259,6 +259,8 @@ def test_steps_of_other_clients_are_not_shown_as_own_work(capsys: pytest.Capture
     few, own = TrainReport((finished,) * 2, steps, 9.0), TrainReport((finished,) * 4, steps, 9.0)
     assert str(few).startswith("2 steps in 9 s with 4 episodes of all clients, 2 of this client finished, 0 aborted")
     assert str(own).startswith("2 steps in 9 s, 4 episodes finished, 0 aborted")
+    one = TrainReport((finished,), (Step(1, {"batch/episodes": 1.0}),), 9.0)
+    assert str(one).startswith("1 step in 9 s, 1 episode finished, 0 aborted")
 
 
 def test_a_program_gets_the_names_of_the_policies(monkeypatch: pytest.MonkeyPatch) -> None:

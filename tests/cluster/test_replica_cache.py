@@ -178,23 +178,32 @@ def test_parameters_of_experts(kind: str, parameters: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cause", "expected"),
+    ("cause", "on_gpu", "expected"),
     [
         (
             "ValueError: To serve at least one request with the model's max seq len (65536), (1.55 GiB KV cache is",
+            True,
             r"^sampler.cache_tokens: .* no sequence of 65536 tokens .*: lower model.context_length below 65536, or",
         ),
         (
             "torch.OutOfMemoryError: CUDA out of memory",  # Of the weights, or of the cache.
-            r"does not hold the model and its cache .*If the model fits, lower sampler.cache_tokens .* a smaller model",
+            True,
+            r"does not hold the model and its cache .*If the model fits, lower sampler.cache_tokens .* a smaller model "
+            r"or, with more GPUs, raise compute.tensor_parallel$",
+        ),
+        (
+            "ValueError: KV cache allocation of 94489280512 bytes failed",
+            False,
+            "If the model fits, lower sampler.cache_tokens .* a smaller model or a machine with more memory$",
         ),
         (
             "ValueError: Model architectures ['Foo'] are not supported.",
+            True,
             "^refused; the first error in its log: ValueErr",
         ),
     ],
 )
-def test_a_cache_that_is_too_small_or_too_large_names_its_settings(cause: str, expected: str) -> None:
-    refused = with_cause(ConfigError("refused"), cause)
+def test_a_cache_that_is_too_small_or_too_large_names_its_settings(cause: str, on_gpu: bool, expected: str) -> None:
+    refused = with_cause(ConfigError("refused"), cause, on_gpu=on_gpu)
     with pytest.raises(ConfigError, match=expected):
         raise refused

@@ -480,7 +480,7 @@ def test_completions_of_suspended_replicas_wait(server: ForkServer) -> None:
     run(test())
 
 
-def test_weights_that_cannot_be_fetched_end_no_replica(server: ForkServer) -> None:
+def test_weights_that_cannot_be_fetched_end_no_replica(server: ForkServer, caplog: pytest.LogCaptureFixture) -> None:
     async def test() -> None:
         faulty = Hooks(step_seconds=SLOW, fail_from="adopt:2", fail_to="adopt:8")
         async with scene(server, 2, hooks=lambda number: faulty) as on:
@@ -494,6 +494,8 @@ def test_weights_that_cannot_be_fetched_end_no_replica(server: ForkServer) -> No
             await all_of(tasks)
 
     run(test())
+    failed = [(record.args[0], record.args[1]) for record in caplog.records if "did not adopt" in record.message]
+    assert len(failed) == len({*failed}) >= 2, "one line for each replica and version"
 
 
 @pytest.mark.parametrize(

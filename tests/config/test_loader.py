@@ -200,7 +200,17 @@ def test_each_source_of_a_refused_setting_is_named_the_same_way(
         ),
         (
             ["server.fronts=2"],
-            "server.fronts = 2 needs samplers beside the learner: set compute.backend = 'cluster', or fronts to 0",
+            "server.fronts = 2 needs samplers beside the learner of each policy: set compute.backend = 'cluster', or "
+            "fronts to 0",
+        ),
+        (
+            [
+                "server.fronts=2",
+                "compute.backend=cluster",
+                "policies.a.model=m",
+                'policies.b={model="m",compute={backend="embedded"}}',
+            ],
+            "set policies.b.compute.backend = 'cluster', or fronts to 0",
         ),
         (["server.fronts=9"], "server.fronts = 9 (--set): input should be less than or equal to 8"),
         (
@@ -211,6 +221,10 @@ def test_each_source_of_a_refused_setting_is_named_the_same_way(
             ["server.front_url=https://agents.example/f0"],
             "server.front_url = 'https://agents.example/f0' (--set): not a URL with {front}, which stands for the "
             "number of the front: use one such as 'https://agents.example/f{front}'",
+        ),
+        (
+            ["server.front_url=https://agents.example/f{front}"],
+            "server.front_url = 'https://agents.example/f{front}' needs fronts: set server.fronts, or omit it",
         ),
         (["server.front_url=agents.example/f{front}"], "not a URL with {front}"),
         (["server.front_url=https://agents.example/f{front}/v1"], "without user, query and /v1"),

@@ -27,6 +27,7 @@ from agentjet.errors import Conflict, Later, NotFound
 from agentjet.front.addresses import FrontPath
 from agentjet.front.calls import CallRequest
 from agentjet.front.http import HttpServer
+from agentjet.front.inference import CALL_PATHS
 from agentjet.front.keys import Keys
 from agentjet.front.tracing import Tracing
 from agentjet.fronts.process import (
@@ -44,7 +45,7 @@ from agentjet.protocol import AbortRequest
 from agentjet.swarm import EpisodeRecord, Journal
 from agentjet.swarm.journal_file import JournalFile, segment_of
 from agentjet.types import DEFAULT_RUN, JOURNAL, Conversation, Message
-from tests.front.test_segment import Run
+from tests.front.test_segment import FRONTS, Run
 from tests.swarm.world import refused_commits
 
 pytestmark = pytest.mark.anyio
@@ -190,6 +191,26 @@ def serving(world: Run, episode: EpisodeRecord) -> FrontRun:
     """The run on the front of an episode."""
     policies = FrontPolicies(DEFAULT_RUN, ServeConfig(), RemoteSamplers("front-0"))
     return FrontRun(world.front(episode), policies, cast(Keys, None), Tracing(), lambda: world.now)
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/policy", *CALL_PATHS])
+async def test_other_fronts_refuse_the_key_of_an_episode_on_every_path(world: Run, path: str) -> None:
+    """Before they read the body."""
+    episode, keys = world.begin("", mode="eval"), Keys({}, clock=lambda: world.now)
+    key = keys.sign(episode.id, episode.begun)
+    for number in range(FRONTS):
+        front: Any = Front(cast(Link, SimpleNamespace(name=f"front-{number}")))
+        front._settings = FrontSettings(number, ADDRESSES, ServeConfig(), 0.0)
+        policies = FrontPolicies(DEFAULT_RUN, ServeConfig(), RemoteSamplers("front-0"))
+        segment = world.segment(number)
+        front._runs[DEFAULT_RUN] = FrontRun(segment, policies, keys, Tracing(), lambda: world.now)
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(front._app()), base_url="http://127.0.0.1"
+        ) as client:
+            for sent, headers in ((path, {"x-api-key": key}), (f"/k/{key}{path}", {})):
+                answer = await client.request("GET" if "models" in path else "POST", sent, headers=headers)
+                is_refused = answer.status_code == 403 and "belongs to front" in answer.text
+                assert is_refused == (segment is not world.front(episode)), answer.text
 
 
 async def test_a_repeated_end_waits_for_the_disk_like_the_first(world: Run, monkeypatch: pytest.MonkeyPatch) -> None:

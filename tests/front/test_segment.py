@@ -120,9 +120,8 @@ def test_a_missing_file_of_a_front_is_named_while_its_calls_may_be_learned(
     files = [one.rename(one.with_name(f"moved-{one.name}")) for one in sorted(path.parent.glob(f"{path.name}*"))]
     run.fronts = fronts
     for _ in range(2):  # A refused start creates no file that the next one would read.
-        with pytest.raises(
-            ConfigError, match=rf"lacks \S+/{path.name}, and 2 episodes .*Put the file.*touch \S+/front"
-        ):
+        said = rf"lacks \S+/{path.name}, with calls of 2 episodes that may .*Put each file.*touch \S+/front"
+        with pytest.raises(ConfigError, match=said):
             run.open()
     for file in files:
         file.rename(file.with_name(file.name.removeprefix("moved-")))
@@ -139,6 +138,20 @@ def test_a_missing_file_of_a_front_is_named_while_its_calls_may_be_learned(
     assert path.stat().st_mode & 0o777 == 0o600
     run.reopen()
     assert not run.swarm.journal.call_facts(episodes[0].id)
+
+
+def test_several_missing_files_of_fronts_are_listed(run: Run) -> None:
+    episode = run.begin()
+    run.speak(run.front(episode), episode)
+    run.swarm.account(episode.id, run.front(episode).report().counts[episode.id])
+    run.close()
+    paths = [str(path) for path in segments_of(run.path)]
+    for path in paths:
+        Path(path).unlink()
+    with pytest.raises(ConfigError) as refused:
+        run.open()
+    assert f"lacks {', '.join(paths)}, with calls of 1 episode that may" in str(refused.value)
+    assert str(refused.value).endswith(f"touch {' '.join(paths)}")
 
 
 @pytest.mark.parametrize("num_calls", [0, 1])

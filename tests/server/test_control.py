@@ -173,6 +173,14 @@ async def test_what_is_not_there(tmp_path: Path) -> None:
             dialects_own = await served.http.post(f"{right}/nothing", json={})
             assert wrong.status_code == 404 and way_out in wrong.json()["error"]["message"]
             assert wrong.json()["error"].keys() == dialects_own.json()["error"].keys(), "the shape of its dialect"
+        for path in ("/f1/v1/chat/completions", "/f0/v1/messages", "/f1/runs/other/v1/responses", "/f1/v1/models"):
+            of_front = await served.http.post(path, json={})
+            dialects_own = await served.http.post(f"{path[3:].removeprefix('/runs/other')}/nothing", json={})
+            error = of_front.json()["error"]
+            assert (
+                of_front.status_code == 403 and f"no fronts (server.fronts = 0): leave {path[:3]}" in error["message"]
+            )
+            assert error.keys() == dialects_own.json()["error"].keys(), "the shape of its dialect"
         for path in ("/v1/chat/completions", "/v1/messages/count_tokens"):
             got = await served.http.get(path)
             assert (got.status_code, "takes requests with POST" in got.text) == (405, True)

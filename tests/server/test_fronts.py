@@ -109,7 +109,9 @@ async def test_a_server_without_the_file_of_a_front(tmp_path: Path, num_calls: i
     for file in sorted(path.parent.iterdir()):
         file.unlink()
     for make_fronts in (None, FrontInProcess):  # The number of fronts may have changed.
-        with pytest.raises(ConfigError, match=f"lacks {path}, and 1 ") if is_refused else nullcontext():
+        with (
+            pytest.raises(ConfigError, match=f"lacks {path}, with calls of 1 episode ") if is_refused else nullcontext()
+        ):
             async with running(tmp_path / "d", make_fronts=make_fronts):
                 pass
 

@@ -24,7 +24,7 @@ import typer
 from typer import Argument, Option
 
 from agentjet.cli import Config, Json, Override, Server, aligned, print_text, show
-from agentjet.errors import ConfigError, install_extra
+from agentjet.errors import ConfigError, counted, install_extra
 from agentjet.types import DEFAULT_RUN, PolicyId
 
 if TYPE_CHECKING:
@@ -222,9 +222,10 @@ def _processes(policy: str, compute: ComputeConfig, model: ModelConfig, free: in
     if compute.colocated and free is None:
         text = "compute.colocated frees no memory, because CPUs compute: calls wait while a batch is learned"
         yield "note", f"{policy}: {text}"
-    processes = f"{policy}: {compute.ranks} ranks + {compute.samplers} samplers"
+    processes = f"{policy}: {counted(compute.ranks, 'rank')} + {counted(compute.samplers, 'sampler')}"
     least = "at least " if compute.samplers.least < compute.samplers.most else ""
-    gpus = f"x {compute.tensor_parallel} GPUs (compute.tensor_parallel) need {least}{_num_gpus(compute)} GPUs"
+    gpus = f"x {counted(compute.tensor_parallel, 'GPU')} (compute.tensor_parallel) need {least}"
+    gpus += counted(_num_gpus(compute), "GPU")
     if compute.address and model.device != "cpu":
         nodes = "or none if it has no GPUs; its nodes count as machines like this one"
         yield "note", f"{processes} {gpus} of the Ray cluster (`ray status`), {nodes}"
@@ -383,7 +384,7 @@ class _Fit:
             fewest = fewest_ranks(self.size, memory, self.learning, sharding="sharded")
             way_out = f"{fewest} sharded ranks fit (compute.ranks)" if fewest else "no number of such ranks holds it"
         rank = self._rank(compute.ranks, mode)
-        yield self._finding(f"each of {compute.ranks} ranks ({mode})", rank, int(USABLE * memory), way_out)
+        yield self._finding(f"each of {counted(compute.ranks, 'rank')} ({mode})", rank, int(USABLE * memory), way_out)
         yield from self._offloaded(rank, min(compute.ranks, len(self.machine.gpus)))
         split = {"tensor_parallel": compute.tensor_parallel, "value_bytes": self.learning.value_bytes}
         limits = self.sampler.limits
@@ -405,7 +406,7 @@ class _Fit:
         elif replica.total - replica.cache <= left:
             way_out = lower
         num = compute.samplers.most
-        yield self._finding(f"each of {num} replicas", replica, max(0, left) // num, way_out)
+        yield self._finding(f"each of {counted(num, 'replica')}", replica, max(0, left) // num, way_out)
 
     def _sampled(self, limits: SamplerLimits, where: str = "") -> Check:
         return (

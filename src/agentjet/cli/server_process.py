@@ -140,7 +140,7 @@ async def _serve(
         _print(f"AgentJet {__version__} listens on {url}, loading {', '.join(models)} …")
         if bound := all_addresses_line(listener):
             _print(bound)
-        async with _shown(lambda: runs.default.doing()):
+        async with _shown(lambda: start_text(runs.default)):
             await asyncio.wait([ready, stop], return_when=asyncio.FIRST_COMPLETED)
         if ready.done():
             if ready.exception() is not None:
@@ -183,6 +183,11 @@ async def _shown(doing: Callable[[], str]) -> AsyncIterator[None]:
     finally:
         looking.cancel()
         line.clear()
+
+
+def start_text(gateway: Gateway) -> str:
+    """A phrase for what the start waits for."""
+    return gateway.doing() or f"waiting for {gateway.waiting_for()}"
 
 
 def greet(gateway: Gateway, url: str, data_dir: Path) -> None:

@@ -37,7 +37,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, Protocol
 
-from agentjet.errors import ConfigError, InvalidRequest, did_you_mean
+from agentjet.errors import ConfigError, InvalidRequest, counted, did_you_mean
 from agentjet.types import DEFAULT_RUN, Task, beginning
 
 MAX_FILES = 4000
@@ -133,7 +133,7 @@ class CodeFolder:
         listing = self.listing()
         watched = [os.path.relpath(path, self.root) for path in sorted(listing.files)]
         why = f", {self.why}" if self.why else ""
-        lines = f"watched: {len(watched)} file{'s' * (len(watched) != 1)} of {self.root}{why}: {named(watched)}"
+        lines = f"watched: {counted(len(watched), 'file')} of {self.root}{why}: {named(watched)}"
         linked = [
             f"{os.path.relpath(path, self.root)}{f' ({why})' if why else ''}"
             for path, why in sorted(listing.linked.items())

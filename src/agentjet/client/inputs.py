@@ -24,7 +24,7 @@ from pydantic import BaseModel, ValidationError
 
 from agentjet.client.agent_source import load_function, one_line
 from agentjet.client.command import Command, payload_json
-from agentjet.errors import ConfigError, InvalidRequest
+from agentjet.errors import ConfigError, InvalidRequest, counted
 from agentjet.types import MAX_TEMPERATURE, MIN_TEMPERATURE, Task, shown
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -70,7 +70,7 @@ class TaskList(tuple[Task, ...]):
         """The number of the tasks, and a hash of their identities and of those payloads that are JSON."""
         rows = sorted((task.task_set, task.id, payload_digest(task.payload, _kind).hex()) for task in self)
         digest = hashlib.blake2b(json.dumps(rows).encode(), digest_size=4).hexdigest()
-        return f"{len(self)} task{'' if len(self) == 1 else 's'}, {digest}"
+        return f"{counted(len(self), 'task')}, {digest}"
 
 
 def task_digest(task: Task) -> str:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from html import escape
 from typing import Any, Literal
 
-from agentjet.errors import did_you_mean
+from agentjet.errors import counted, did_you_mean
 from agentjet.protocol import REPORTED_BATCHES, EpisodeTree, batches_without_variance, remaining
 
 WIDTH, HEIGHT, MARGIN = 420, 120, 6
@@ -360,15 +360,16 @@ class TrainReport(_Report):
 
     def __str__(self) -> str:
         own, total = len(self.finished), round(sum(step.metrics.get("batch/episodes", 0.0) for step in self.steps))
-        is_shared = total > own
-        shared, whose = (f" with {total} episodes of all clients", "of this client") if is_shared else ("", "episodes")
+        shared, whose = f" with {counted(total, 'episode')} of all clients", f"{own} of this client"
+        if total <= own:
+            shared, whose = "", counted(own, "episode")
         lines = [
-            f"{len(self.steps)} steps in {self.seconds:.0f} s{shared}, {own} {whose} finished, "
+            f"{counted(len(self.steps), 'step')} in {self.seconds:.0f} s{shared}, {whose} finished, "
             f"{self.num_aborted} aborted, {self.num_expired} expired, {self.num_not_needed} not needed"
         ]
         if dropped := self.groups_dropped:
             num, reasons = sum(dropped.values()), ", ".join(f"{count} {reason}" for reason, count in dropped.items())
-            lines.append(f"{num} group{'s' * (num != 1)} dropped, which trained nothing ({reasons})")
+            lines.append(f"{counted(num, 'group')} dropped, which trained nothing ({reasons})")
         empty = [batches_without_variance([step.metrics]) for step in self.steps]
         if sum(empty) >= REPORTED_BATCHES:
             lines.append(f"{sum(empty)} of these steps could teach nothing: in every group all rewards were equal")
@@ -484,8 +485,8 @@ class EvalReport(_Report):
     def __str__(self) -> str:
         unfinished = self.num_aborted + self.num_expired
         mean = self.mean_at_k
-        tasks = f"{mean.num_tasks} task{'' if mean.num_tasks == 1 else 's'}"
-        lines = [f"mean@{self.repeats} {mean} over {tasks}, {len(self.finished)} episodes finished, {unfinished} not"]
+        tasks, episodes = counted(mean.num_tasks, "task"), counted(len(self.finished), "episode")
+        lines = [f"mean@{self.repeats} {mean} over {tasks}, {episodes} finished, {unfinished} not"]
         if len(self.by_task_set) > 1:
             lines += [f"  {name or '(no task set)'}: {one}" for name, one in self.by_task_set.items()]
         lines += [f"  reward of {policy}: {self.of_policy(policy).mean_at_k}" for policy in self.policies]

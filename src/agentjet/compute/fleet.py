@@ -782,7 +782,10 @@ class Fleet(RoutedFleet):
         except WorkerDied:
             raise
         except AgentJetError as error:
-            log.warning("%s did not adopt version %d, and tries it again: %s", replica.name, publication.version, error)
+            if not replica.attempts:
+                log.warning(
+                    "%s did not adopt version %d, and tries it again: %s", replica.name, publication.version, error
+                )
             replica.attempts, replica.problem = replica.attempts + 1, str(error)
             if replica.version is not None:
                 replica.verified.add(replica.version)

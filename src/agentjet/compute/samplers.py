@@ -192,7 +192,8 @@ class Samplers:
                 late = ProcessEnd(f"did not load for {LOAD_SECONDS:g} s; see {log_path}")
                 raise NotStarted(name, late) from None
             if isinstance(error, ConfigError):
-                raise with_cause(error, cause_of(log_path, self._log_starts[name])) from None
+                cause = cause_of(log_path, self._log_starts[name])
+                raise with_cause(error, cause, on_gpu=room.gpus > 0) from None
             raise
         self.autoscaler.max_concurrent = limits.max_concurrent
         self.replicas.fleet.resize(name, limits)
@@ -593,7 +594,7 @@ def reason_in(lines: Sequence[str]) -> str:
     return ""
 
 
-def with_cause(error: ConfigError, cause: str) -> ConfigError:
+def with_cause(error: ConfigError, cause: str, *, on_gpu: bool) -> ConfigError:
     """Returns the refusal of a replica with the first error of its log, and with the way out of that error."""
     if re.search(r"/dev/shm|shm|shared memory", cause, re.IGNORECASE):
         return ConfigError(
@@ -607,9 +608,10 @@ def with_cause(error: ConfigError, cause: str) -> ConfigError:
             f"{length[1]}"
         )
     if re.search(r"kv cache allocation|out of memory", cause, re.IGNORECASE):
+        more = "or, with more GPUs, raise compute.tensor_parallel" if on_gpu else "or a machine with more memory"
         return ConfigError(
             f"the memory of a replica does not hold the model and its cache ({cause}); `agentjet doctor` shows the "
             "bytes of both. If the model fits, lower sampler.cache_tokens or sampler.max_concurrent; else use a "
-            "smaller model or, with more GPUs, raise compute.tensor_parallel"
+            f"smaller model {more}"
         )
     return ConfigError(f"{error}; the first error in its log: {cause}") if cause and cause not in str(error) else error

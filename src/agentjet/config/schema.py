@@ -601,10 +601,17 @@ class ServeConfig(Section):
 
     @model_validator(mode="after")
     def _fronts_reach_samplers(self) -> Self:
-        if self.server.fronts and any(self.compute_of(name).backend == "embedded" for name in self.policy_names):
+        embedded = [name for name in self.policy_names if self.compute_of(name).backend == "embedded"]
+        if self.server.fronts and embedded:
+            own = self.policies.get(embedded[0], PolicyConfig()).compute is not None
+            key = f"policies.{embedded[0]}.compute.backend" if own else "compute.backend"
             raise ValueError(
-                f"server.fronts = {self.server.fronts} needs samplers beside the learner: set compute.backend = "
+                f"server.fronts = {self.server.fronts} needs samplers beside the learner of each policy: set {key} = "
                 "'cluster', or fronts to 0"
+            )
+        if self.server.front_url and not self.server.fronts:
+            raise ValueError(
+                f"server.front_url = {self.server.front_url!r} needs fronts: set server.fronts, or omit it"
             )
         if self.server.fronts and 0 < self.server.port > 65535 - self.server.fronts:
             message = f"server.port = {self.server.port} leaves no ports for {self.server.fronts} fronts: lower it"

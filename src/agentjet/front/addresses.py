@@ -40,7 +40,9 @@ class FrontPath:
             await self._app({**scope, "path": path, "raw_path": raw}, receive, send)
             return
         addresses = self._addresses
-        if front < len(addresses):
+        if not addresses:
+            message = f"This server has no fronts (server.fronts = 0): leave {found[0]} out of the base URL."
+        elif front < len(addresses):
             here = "the server" if self._front is None else f"front {self._front}"
             message = f"This is {here}, and the path is one of front {front}: {addresses[front]}."
         else:

@@ -116,9 +116,7 @@ class Segment(Conversations):
         """An episode, live or not. Raises `NotFound`, and `Forbidden` (`other_front`) for one of another front."""
         if (known := self.episodes.get(episode_id)) is not None:
             return known
-        found = self.run.known_episode(episode_id)
-        if (front := front_of(found, self._fronts)) != self._front:
-            raise other_front(episode_id, front, self._address(front))
+        found = self._recorded(episode_id)
         if found.status != "live":
             return found
         if episode_id in self._finishing:
@@ -126,6 +124,17 @@ class Segment(Conversations):
         counts = self.journal.newest_counts(episode_id)
         self.episodes[episode_id] = found if counts is None else replace(found, **counts._asdict())
         return self.episodes[episode_id]
+
+    def _recorded(self, episode_id: str) -> EpisodeRecord:
+        found = self.run.known_episode(episode_id)
+        if (front := front_of(found, self._fronts)) != self._front:
+            raise other_front(episode_id, front, self._address(front))
+        return found
+
+    def check_front(self, episode_id: str) -> None:
+        """Raises as `episode` does, but not for one that is ending."""
+        if episode_id not in self.episodes:
+            self._recorded(episode_id)
 
     def up_to_date(self, episode_id: str) -> EpisodeRecord:
         """An episode as this front has it. The server ends it with a message."""

@@ -297,7 +297,14 @@ class Front:
     def _scope(self, name: str) -> RunScope:
         run = self._runs[name]
         limits = RequestLimits.of(self.settings.config.server)
-        return RunScope(name, run.keys, limits, run.calls, refuse_foreign=self._refuse_foreign)
+        return RunScope(
+            name,
+            run.keys,
+            limits,
+            run.calls,
+            check_front=lambda episode_id, _: run.segment.check_front(episode_id),
+            refuse_foreign=self._refuse_foreign,
+        )
 
     def _enter(self, name: str, request: HTTPConnection) -> RunScope:
         """See `RunMiddleware`. The answer to a stranger does not depend on the run."""

@@ -94,11 +94,12 @@ def front_url(gateway: Gateway, episode: EpisodeRecord, request: HTTPConnection)
     return f"{gateway.fronted.address(episode, str(request.base_url))}{request.scope.get('root_path', '')}/"
 
 
-def _elsewhere(gateway: Gateway, episode_id: str, request: HTTPConnection) -> Forbidden:
-    """See `RunScope.elsewhere`."""
+def _check_front(gateway: Gateway, episode_id: str, request: HTTPConnection) -> None:
+    """See `RunScope.check_front`."""
+    if gateway.fronted is None:
+        return
     episode = gateway.swarm.episode(episode_id)
-    assert gateway.fronted is not None
-    return other_front(episode.id, gateway.fronted.front(episode), f"{front_url(gateway, episode, request)}v1")
+    raise other_front(episode.id, gateway.fronted.front(episode), f"{front_url(gateway, episode, request)}v1")
 
 
 class ServedRuns:
@@ -125,7 +126,7 @@ class ServedRuns:
             limits=self._limits,
             calls=gateway.calls if isinstance(gateway.calls, Calls) else None,
             job=None if gateway.fronted is None else lambda: gateway.swarm.job,
-            elsewhere=None if gateway.fronted is None else partial(_elsewhere, gateway),
+            check_front=partial(_check_front, gateway),
             open_reader=lambda: gateway.reader,
             shared=gateway.shared,
             refuse_foreign=self.refuse_foreign,

@@ -80,8 +80,9 @@ def create_app(runs: Runs, keys: Keys) -> FastAPI:
     for each in (inference.router, *routers, page_routes, addresses.router):
         app.routes.extend(each.routes)
     app.add_middleware(RunMiddleware, enter=served.enter, allowed=allowed_hosts(runs.default.config.server))
-    if (fronted := runs.default.fronted) is not None:  # A proxy may lack the rules for fronts.
-        app.add_middleware(addresses.FrontPath, front=None, addresses=fronted.fronts.addresses)
+    # A proxy may lack the rules for fronts, and an agent may have a URL of the time when the server had fronts.
+    fronted = runs.default.fronted
+    app.add_middleware(addresses.FrontPath, front=None, addresses=fronted.fronts.addresses if fronted else ())
     return app
 
 

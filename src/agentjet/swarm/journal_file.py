@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Self, TypeGuard
 
 from agentjet import database
-from agentjet.errors import ConfigError, Later, Unavailable, run_closed
+from agentjet.errors import ConfigError, Later, Unavailable, counted, run_closed
 
 log = logging.getLogger(__name__)
 
@@ -205,11 +205,11 @@ class JournalFile:
             file.attach(segments_of(self.path), live=True)
             num_episodes = file._num_lacking()
         if num_episodes:
-            names = " ".join(map(str, gone))
             raise ConfigError(
-                f"server.data_dir lacks {names}, and {num_episodes} episodes that are not learned for good lack calls. "
-                "Put the file back, together with the one beside it that ends in -wal, if there was one; or go on "
-                f"without these calls, which are then not learned, with an empty file: touch {names}"
+                f"server.data_dir lacks {', '.join(map(str, gone))}, with calls of "
+                f"{counted(num_episodes, 'episode')} that may still be learned. Put each file back, together with the "
+                "one beside it that ends in -wal, if there was one; or go on without these calls, which are then not "
+                f"learned, with an empty file in each place: touch {' '.join(map(str, gone))}"
             )
 
     def _num_lacking(self) -> int:
