@@ -369,8 +369,8 @@ class RunScope:
     """None for a run that answers no calls here: fronts do, or it is one of `agentjet look`."""
     job: Callable[[], JobConfig] | None = None
     """Returns the settings of the job in force, for a run whose calls fronts answer."""
-    check_front: Callable[[str, HTTPConnection], object] = lambda episode_id, request: None
-    """Raises `Forbidden` (`other_front`) if another process answers the calls of the episode."""
+    check_front: Callable[[str, HTTPConnection], object] | None = None
+    """Raises `Forbidden` (`other_front`) if another process answers the calls of the episode. None without fronts."""
     refuse_foreign: Callable[[str], None] = lambda token: None
     """Raises `Forbidden` if another run has this token or key."""
 
@@ -549,7 +549,8 @@ class Guard:
 
 def _check_episode_key(run: RunScope, request: Request) -> None:
     episode_id = run.keys.episode(key_of(request), run.max_age())
-    run.check_front(episode_id, request)
+    if run.check_front is not None:
+        run.check_front(episode_id, request)
     request.state.episode_id = episode_id
 
 

@@ -96,8 +96,7 @@ def front_url(gateway: Gateway, episode: EpisodeRecord, request: HTTPConnection)
 
 def _check_front(gateway: Gateway, episode_id: str, request: HTTPConnection) -> None:
     """See `RunScope.check_front`."""
-    if gateway.fronted is None:
-        return
+    assert gateway.fronted is not None
     episode = gateway.swarm.episode(episode_id)
     raise other_front(episode.id, gateway.fronted.front(episode), f"{front_url(gateway, episode, request)}v1")
 
@@ -126,7 +125,7 @@ class ServedRuns:
             limits=self._limits,
             calls=gateway.calls if isinstance(gateway.calls, Calls) else None,
             job=None if gateway.fronted is None else lambda: gateway.swarm.job,
-            check_front=partial(_check_front, gateway),
+            check_front=None if gateway.fronted is None else partial(_check_front, gateway),
             open_reader=lambda: gateway.reader,
             shared=gateway.shared,
             refuse_foreign=self.refuse_foreign,

@@ -29,6 +29,7 @@ from urllib.parse import quote
 from fastapi import APIRouter, Depends, FastAPI, Query, Request
 from starlette.requests import HTTPConnection
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 import agentjet
@@ -82,7 +83,8 @@ def create_app(runs: Runs, keys: Keys) -> FastAPI:
     app.add_middleware(RunMiddleware, enter=served.enter, allowed=allowed_hosts(runs.default.config.server))
     # A proxy may lack the rules for fronts, and an agent may have a URL of the time when the server had fronts.
     fronted = runs.default.fronted
-    app.add_middleware(addresses.FrontPath, front=None, addresses=fronted.fronts.addresses if fronted else ())
+    refusal = addresses.FrontPath(app.router.not_found, None, fronted.fronts.addresses if fronted else ())
+    app.routes.append(Route("/f{front:int}{rest:path}", refusal))
     return app
 
 
