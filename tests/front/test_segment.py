@@ -134,7 +134,7 @@ def test_a_missing_file_of_a_front_is_named_while_its_calls_may_be_learned(
     path.touch(0o644)  # The way out in the error.
     caplog.clear()
     run.reopen()
-    assert "2 episodes that are not learned for good lack calls" in caplog.text
+    assert "lack calls of 2 episodes" in caplog.text
     assert path.stat().st_mode & 0o777 == 0o600
     run.reopen()
     assert not run.swarm.journal.call_facts(episodes[0].id)

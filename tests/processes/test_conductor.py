@@ -175,7 +175,7 @@ async def test_no_room(ray_cluster: LocalCluster, tmp_path: Path) -> None:
             await started(launcher, "big", tmp_path, gpus=4)
         with pytest.raises(ComputeError, match=r"1 for sleepers \(1 x 1\)\. It has 1 .*this server uses 1: lower"):
             await started(launcher, "two", tmp_path, gpus=1)
-        with pytest.raises(ComputeError, match=r"^lonely needs 1 GPUs on one node, and none has them free \("):
+        with pytest.raises(ComputeError, match=r"^lonely needs 1 GPU on one node, and none has them free \("):
             await launcher.start(Launch("lonely", SLEEPER, tmp_path / "lonely.log", gpus=1))
         launcher.placement_seconds = 0.0
         with pytest.raises(ComputeError, match="did not start within 0 s: the cluster is busy or lost nodes"):

@@ -39,7 +39,7 @@ async def test_a_rank_and_a_replica_share_a_gpu(tmp_path: Path) -> None:
     assert await gpus("p/replica-2", "replicas of p", "ranks of p") == ["1"]
     assert await gpus("p/rank-1.1", "ranks of p", "replicas of p") == ["1"]
     assert await gpus("q/rank-0.1", "ranks of q", "replicas of q") == ["2"]
-    with pytest.raises(ComputeError, match="p/replica-3 needs 1 GPUs, and 0 of 3 are free"):
+    with pytest.raises(ComputeError, match="p/replica-3 needs 1 GPU, and 0 of 3 are free"):
         await gpus("p/replica-3", "replicas of p", "ranks of p")
     await placement.close()
 
@@ -47,7 +47,7 @@ async def test_a_rank_and_a_replica_share_a_gpu(tmp_path: Path) -> None:
 async def test_gpus_in_use_are_free_later_and_a_process_has_a_place(tmp_path: Path) -> None:
     placement, command, log = LocalPlacement(lambda: ["0"]), ("/bin/sleep", "600"), tmp_path / "a.log"
     process = await placement.start(Launch("a", command, log, gpus=1))
-    with pytest.raises(ComputeError, match="b needs 1 GPUs, and 0 of 1 are free"):
+    with pytest.raises(ComputeError, match="b needs 1 GPU, and 0 of 1 are free"):
         await placement.start(Launch("b", command, log, gpus=1))
     with pytest.raises(ConfigError, match="b needs 2 GPUs"):
         await placement.start(Launch("b", command, log, gpus=2))

@@ -128,7 +128,7 @@ def test_running_evaluations_are_named_while_no_training_episode_is_begun(world:
     wanted = "clients, to begin training episodes"
     assert world.swarm.queries.waiting_for() == wanted
     world.begin("", mode="eval")
-    assert world.swarm.queries.waiting_for() == f"{wanted}; 1 evaluation episodes run"
+    assert world.swarm.queries.waiting_for() == f"{wanted}; 1 evaluation episode at work"
 
 
 def test_heartbeats_do_not_prolong_an_episode_beyond_its_maximum(world: World) -> None:

@@ -237,7 +237,7 @@ def test_it_says_what_it_waits_for(world: World) -> None:
     none_at_work = "clients, to begin training episodes: 1 of 2 groups are complete, 0 open, 0 episodes live"
     assert world.swarm.queries.waiting_for() == none_at_work
     world.begin("b")
-    assert world.swarm.queries.waiting_for() == "rewards: 1 of 2 groups are complete, 1 open, 1 episodes live"
+    assert world.swarm.queries.waiting_for() == "rewards: 1 of 2 groups are complete, 1 open, 1 episode live"
 
 
 def test_it_says_whose_refill_it_waits_for_and_how_long(make_world: Make) -> None:

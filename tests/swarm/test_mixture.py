@@ -253,7 +253,7 @@ def test_what_is_shown_of_task_sets(make_world: Make) -> None:
     world.play("a1", 1, 1, task_set="a")
     first = world.begin("b0", task_set="b")
     assert world.swarm.queries.waiting_for() == (
-        "rewards of task set 'b' (0 of 1 groups): 2 of 3 groups are complete, 1 open, 1 episodes live"
+        "rewards of task set 'b' (0 of 1 groups): 2 of 3 groups are complete, 1 open, 1 episode live"
     )
     one = world.swarm.queries.mixture.shares()["b"]
     assert (one.weight, one.groups_open, one.groups_complete, one.reward_mean) == (1.0, 1, 0, None)

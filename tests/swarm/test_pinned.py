@@ -44,7 +44,7 @@ def test_learning_waits_for_pinned_episodes(make_world: Make, end: str) -> None:
     world.begin("a", mode="eval")
     world.play("b", 0, 1)
     assert not world.swarm.batches.ready()
-    assert world.swarm.queries.waiting_for() == "1 evaluation episodes pinned to policy version 0"
+    assert world.swarm.queries.waiting_for() == "1 evaluation episode pinned to policy version 0"
     assert not world.reopen().batches.ready()  # it is in the journal
     if end == "expire":
         world.now += LEASE

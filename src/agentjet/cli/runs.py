@@ -17,7 +17,7 @@ import typer
 from typer import Argument, Option
 
 from agentjet.cli import Json, Run, Server, Token, TokenFile, aligned, folder_of, one_line, print_text, run_folder, show
-from agentjet.errors import ConfigError, nearest_name
+from agentjet.errors import ConfigError, counted, nearest_name
 from agentjet.types import DEFAULT_RUN, beginning
 
 if TYPE_CHECKING:
@@ -153,9 +153,9 @@ def front_lines(status: StatusResponse) -> list[str]:
     """A line for each process that answers calls; none if the server answers them."""
 
     def line(one: FrontView) -> str:
-        begun = one.problem or f"{one.calls} calls, {one.load:.0%} of a core, lag {one.lag:.2g} s"
+        begun = one.problem or f"{counted(one.calls, 'call')}, {one.load:.0%} of a core, lag {one.lag:.2g} s"
         ends = one.starts - 1
-        return f"{one.front}: {begun}" + (f", {ends} restart{'s' if ends > 1 else ''}" if ends > 0 else "")
+        return f"{one.front}: {begun}" + (f", {counted(ends, 'restart')}" if ends > 0 else "")
 
     return [line(one) for one in status.fronts]
 

@@ -35,7 +35,7 @@ from ray.exceptions import RayActorError, RayError
 from ray.util import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from agentjet.errors import ComputeError, ConfigError, install_extra
+from agentjet.errors import ComputeError, ConfigError, counted, install_extra
 from agentjet.processes import guardian
 from agentjet.processes.guardian import Launch, ProcessEnd, RayActor
 from agentjet.processes.rpc import Answer, Link, ProcessRequest, answering
@@ -242,7 +242,7 @@ class Conductor:
             if launch.group:
                 raise
             listed = listed_gpus(await asyncio.to_thread(gpus_of_nodes))  # It waits for nothing else of this server.
-            text = f"{launch.name} needs {launch.gpus} GPUs on one node, and none has them free ({listed})"
+            text = f"{launch.name} needs {counted(launch.gpus, 'GPU')} on one node, and none has them free ({listed})"
             raise ComputeError(text) from None
         return PlacementGroupSchedulingStrategy(reservation.handle, bundle)
 
@@ -426,7 +426,7 @@ def why_not_placed(asked: Sequence[GpuGroup], nodes: list[tuple[str, int]], own:
     if too_large:
         (name, gpus), *_ = too_large
         return (
-            f"each of the {name} needs {gpus} GPUs on one node, and the largest has {largest}: set "
+            f"each of the {name} needs {counted(gpus, 'GPU')} on one node, and the largest has {largest}: set "
             f"compute.tensor_parallel to {max(1, largest)} ({listed})"
         )
     wanted = " and ".join(f"{size * gpus} for {name} ({size} x {gpus})" for (name, gpus), size in sizes.items())

@@ -27,7 +27,7 @@ from typing import Any, Protocol
 
 import psutil
 
-from agentjet.errors import ComputeError, ConfigError, Later, WorkerDied, install_extra, queued_seconds
+from agentjet.errors import ComputeError, ConfigError, Later, WorkerDied, counted, install_extra, queued_seconds
 from agentjet.processes import guardian
 from agentjet.processes.guardian import STOP_SECONDS, Launch, ProcessEnd, end_of
 from agentjet.processes.rpc import UNANSWERED_SECONDS, Link, Listener, Peer, Process, host_and_port, tune, uninterrupted
@@ -394,7 +394,7 @@ class LocalPlacement:
             total = len(self._gpus or ())
             # Those of a process that is being killed become free.
             raise (ConfigError if number > total else ComputeError)(
-                f"{launch.name} needs {number} GPUs, and {len(free)} of {total} are free"
+                f"{launch.name} needs {counted(number, 'GPU')}, and {len(free)} of {total} are free"
             )
         return free[:number]
 

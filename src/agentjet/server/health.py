@@ -19,6 +19,7 @@ from statistics import fmean, median
 from typing import NamedTuple
 
 from agentjet.config import JobConfig
+from agentjet.errors import counted
 from agentjet.protocol import EvaluationView, HealthRuleView, HealthView, Level, duration, newest_held_out
 from agentjet.server.learning import REWARD, find_fall, held_out_fall, learning, of_present_code, reward_metrics, rise
 from agentjet.server.monitoring import BOUND, Gap, divergence, metrics_not_finite
@@ -213,9 +214,9 @@ def engine(facts: RunFacts) -> RuleResult | None:
     if server.problem:
         return RuleResult("warn", server.problem)
     restarts = server.workers_started - 1
-    hung = f", {server.workers_hung} of them because they hung" if server.workers_hung else ""
-    text = f"{restarts} workers ended and were replaced{hung}" if restarts > 0 else f"the engine is {server.state}"
-    return RuleResult("warn" if restarts >= RESTARTS or hung else "ok", text)
+    hung = f" ({server.workers_hung} hung)" if server.workers_hung else ""
+    ended = f"{counted(restarts, 'worker')} ended{hung}, now replaced" if restarts > 0 else ""
+    return RuleResult("warn" if restarts >= RESTARTS or hung else "ok", ended or f"the engine is {server.state}")
 
 
 def disk(facts: RunFacts) -> RuleResult | None:
@@ -227,9 +228,8 @@ def disk(facts: RunFacts) -> RuleResult | None:
     if server.checkpoint_error:
         return RuleResult("bad", f"the newest checkpoint failed: {server.checkpoint_error}")
     if server.unusable_checkpoints:
-        return RuleResult(
-            "warn", f"{server.unusable_checkpoints} checkpoints are unusable: see unusable_checkpoints of the status"
-        )
+        unusable = counted(server.unusable_checkpoints, "unusable checkpoint")
+        return RuleResult("warn", f"{unusable}: see unusable_checkpoints of the status")
     return RuleResult("ok", "journal and checkpoints are written")
 
 

@@ -19,6 +19,7 @@ from math import exp, inf, log1p, prod, sqrt
 from operator import itemgetter, mul
 from statistics import median
 
+from agentjet.errors import counted
 from agentjet.protocol import Answer, EvaluationView, LearningView, newest_held_out
 
 REWARD = "reward/mean"
@@ -75,12 +76,12 @@ def of_present_code(steps: Steps, first: Steps) -> tuple[Steps, Steps, str]:
         before = set().union(*versions[max(0, start - ABSENT) : start])
         if before and (new := versions[start] - before):
             names, num = ", ".join(sorted(new)), len(steps) - start
-            return steps[start:], (), f". Since the agent's code changed to {names}: {num} step{'s' * (num > 1)}"
+            return steps[start:], (), f". Since the agent's code changed to {names}: {counted(num, 'step')}"
     present = set().union(*versions)
     comparable = [step for step in first if _reward_code(step) <= present]
     if present <= set().union(*map(_reward_code, comparable)):
         return steps, comparable, ""
-    return steps, (), f". Since the agent's code changed: {len(steps)} steps or more"
+    return steps, (), f". Since the agent's code changed: {counted(len(steps), 'step')} or more"
 
 
 def _reward_code(step: Mapping[str, float]) -> set[str]:

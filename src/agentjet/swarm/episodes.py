@@ -24,7 +24,7 @@ from functools import partial
 from typing import Any, NamedTuple, Self
 
 from agentjet.config import JobConfig, first_mistake
-from agentjet.errors import ConfigError, Conflict, InvalidRequest, Later, Unprocessable, did_you_mean
+from agentjet.errors import ConfigError, Conflict, InvalidRequest, Later, Unprocessable, counted, did_you_mean
 from agentjet.protocol import (
     AbortRequest,
     BeginRequest,
@@ -586,23 +586,22 @@ class Queries:
             return f"nothing: job.max_steps = {job.max_steps} is reached"
         pinned = store.num_pinned()
         if pinned and self.mixture.chosen() is not None:
-            return f"{pinned} evaluation episodes pinned to policy version {store.policy_version}"
+            return f"{counted(pinned, 'evaluation episode')} pinned to policy version {store.policy_version}"
         if not store.groups:
             running = sum(episode.mode == "eval" for episode in store.live())
-            return "clients, to begin training episodes" + (f"; {running} evaluation episodes run" if running else "")
+            beside = f"; {counted(running, 'evaluation episode')} at work" if running else ""
+            return f"clients, to begin training episodes{beside}"
         live = sum(episode.group_id is not None for episode in store.live())
-        rewards = ["rewards"] if live else []
         closing = self.num_groups("closing")
-        rewards += ["`accept` of the recipe"] if closing else []
-        refills = self.group_rules.missing_members(self._clock())
-        wanted = " and ".join([*rewards, *([refills] if refills else [])]) or "clients, to begin training episodes"
+        awaited = ["rewards" if live else "", "`accept` of the recipe" if closing else ""]
+        awaited.append(self.group_rules.missing_members(self._clock()))
+        wanted = " and ".join(filter(None, awaited)) or "clients, to begin training episodes"
         if sets := self.mixture.waiting_for():
             wanted += f" of {sets}"
         return (
             f"{wanted}: {self.num_groups('complete')} of {job.batch_size} groups are complete, "
-            f"{self.num_groups('open')} open, {f'{closing} closing, ' if closing else ''}{live} episodes live"
-            f"{self._waiting_client()}"
-            f"{self._silent() if names_silent else ''}"
+            f"{self.num_groups('open')} open, {f'{closing} closing, ' if closing else ''}"
+            f"{counted(live, 'episode')} live{self._waiting_client()}{self._silent() if names_silent else ''}"
         )
 
     def _waiting_client(self) -> str:
@@ -613,7 +612,8 @@ class Queries:
             if one.num_open and (others := [name for name in waiting if name != holder]):
                 more = f" and {len(others) - 1} more wait" if others[1:] else " waits"
                 silent = f" ({one.num_silent} silent, so others may open as many)" if one.num_silent else ""
-                return f"; client {others[0]!r}{more} for a place, {holder!r} holds {one.num_open} open groups{silent}"
+                held = counted(one.num_open, "open group")
+                return f"; client {others[0]!r}{more} for a place, {holder!r} holds {held}{silent}"
         return ""
 
     def _silent(self) -> str:

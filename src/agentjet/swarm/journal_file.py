@@ -192,9 +192,8 @@ class JournalFile:
             self.set_meta("segments", " ".join(names))
         if found and (num_episodes := self._num_lacking()):
             log.warning(
-                "%d episodes that are not learned for good lack calls that their fronts recorded: their rewards count "
-                "in their groups, and the calls that are gone are not learned",
-                num_episodes,
+                "the files of fronts lack calls of %s: these calls are not learned, the rewards count in the groups",
+                counted(num_episodes, "episode"),
             )
         if fronts:
             self._read_calls_apart()
