@@ -816,6 +816,15 @@ def test_an_abort_that_fails_does_not_replace_the_exception_of_its_block(
         assert note.startswith("its episode was not aborted: no answer from ")
 
 
+async def test_an_episode_that_another_process_has_finished_is_left_without_an_error() -> None:
+    server = FakeServer()
+    async with server.connect() as swarm, swarm.episode("t1") as episode:
+        await swarm.finish(episode.id, 1.0)
+    with server.client() as swarm, swarm.episode("t1") as episode:
+        swarm.finish(episode.id, 1.0)
+    assert server.by_status() == {"finished": 2}
+
+
 async def test_a_reward_that_was_accepted_as_the_run_ended_is_reported() -> None:
     """The agent finishes its episode itself, and the run is cancelled before the answer arrives."""
 

@@ -115,8 +115,8 @@ class _EpisodeFields:
 
 
 class AsyncEpisode(_EpisodeFields):
-    """An episode for asynchronous code. As a context manager it sends heartbeats, and aborts unless `finish` was
-    called inside."""
+    """An episode for asynchronous code. As a context manager it sends heartbeats, and aborts unless it was finished
+    inside."""
 
     def __init__(self, connection: Connection | None, begun: BeginResponse, request: BeginRequest) -> None:
         """Without a connection nothing is recorded: the model is an endpoint's."""
@@ -221,7 +221,7 @@ class AsyncEpisode(_EpisodeFields):
     async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._heartbeats.cancel()
         if self.status == "live":
-            with _added_to(error):
+            with _leaving(self, error):
                 await self.abort(abort_reason(error), patience=patience_after(error))
 
 
@@ -263,19 +263,20 @@ class Episode(_EpisodeFields):
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._heartbeats.cancel()
         if self.status == "live":
-            with _added_to(error):
+            with _leaving(self, error):
                 self.abort(abort_reason(error), patience=patience_after(error))
 
 
 @contextmanager
-def _added_to(error: BaseException | None) -> Iterator[None]:
+def _leaving(episode: AsyncEpisode | Episode, error: BaseException | None) -> Iterator[None]:
     """Adds the failure of an abort to the exception that caused it as a note: the caller gets its own exception."""
     try:
         yield
     except Exception as failure:  # the boundary: a server that is away, or a client that is closed
-        if error is None:
+        if error is not None:
+            error.add_note(f"its episode was not aborted: {failure}")
+        elif episode.status != "finished":  # Another process, such as the agent's, may have finished it.
             raise
-        error.add_note(f"its episode was not aborted: {failure}")
 
 
 def patience_after(error: BaseException | None) -> float | None:
