@@ -88,7 +88,7 @@ def test_options_that_do_not_fit(options: list[str], message: str, tmp_path: Pat
     subject = write_subject(tmp_path / "user")
     usual = {"--topic": "why?", "--subject": subject, "--budget": "20runs", "--out": tmp_path / "c"}
     kept = [word for name, value in usual.items() if name not in options for word in (name, value)]
-    given = ["start", *kept, *options]
+    given = ["start", "--unsafe", *kept, *options]
     assert message in research(*given)
     assert not (tmp_path / "c" / "notebook.sqlite").exists()
 
@@ -150,7 +150,7 @@ def test_a_campaign_begins_in_an_empty_folder(tmp_path: Path) -> None:
 def test_two_starts_in_one_folder(tmp_path: Path) -> None:
     subject, out = write_subject(tmp_path / "user"), tmp_path / "c"
     out.mkdir()
-    given = ("start", "--topic", "Is rloo better?", "--subject", subject, "--budget", "30runs", "--out", out)
+    given = ("start", "--unsafe", "--subject", subject, "--out", out, "--topic", "Is rloo?", "--budget", "30runs")
     with one_start(out):
         assert f"--out {out}: a campaign is being started there by another process" in research(*given)
     assert "nothing was run; the plan is" in research(*given)
