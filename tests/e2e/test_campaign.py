@@ -26,7 +26,7 @@ from agentjet.research.swarm_runner import SwarmRunner
 from tests.e2e.server import is_running
 from tests.research.campaign.test_subject_repo import patch_of
 
-pytestmark = [pytest.mark.e2e, pytest.mark.thorough]
+pytestmark = [pytest.mark.e2e, pytest.mark.thorough, pytest.mark.needs("bubblewrap")]
 
 
 @pytest.fixture
