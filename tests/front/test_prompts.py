@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import product
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 
 import pytest
 from hypothesis import given, settings
@@ -103,7 +103,8 @@ END = 2
 
 @cache
 def renderer(tool_format: str) -> Renderer:
-    return Renderer(make_model_info(Path(mkdtemp()) / "qwen", "qwen3", tool_format=tool_format))
+    with TemporaryDirectory() as folder:
+        return Renderer(make_model_info(Path(folder) / "qwen", "qwen3", tool_format=tool_format))
 
 
 def answer(tool_format: str = "hermes", *, tools: bool = True, stop: Sequence[str] = ()) -> CompletionParser:

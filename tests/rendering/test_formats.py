@@ -13,7 +13,7 @@ import os
 import re
 from dataclasses import replace
 from functools import cache
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -48,9 +48,10 @@ OTHERS = sorted(ENTRIES.keys() - FORMATS.keys())
 
 @cache
 def renderer(name: str) -> Renderer:
-    info = tiny.make_model_info(mkdtemp(), name)
-    template, tool_format = template_for("m", info.chat_template)
-    return Renderer(replace(info, chat_template=template, tool_format=tool_format))
+    with TemporaryDirectory() as folder:
+        info = tiny.make_model_info(folder, name)
+        template, tool_format = template_for("m", info.chat_template)
+        return Renderer(replace(info, chat_template=template, tool_format=tool_format))
 
 
 def conversation(case: str) -> Conversation:
