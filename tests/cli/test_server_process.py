@@ -5,16 +5,19 @@
 3. A settings file of a run has the sections of a run only.
 4. Spans really leave the process, and a missing package is named with the way out.
 5. A port that is in use names its front.
+6. The log begins with what was logged before it was open.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import socket
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import ClassVar
 
@@ -230,3 +233,17 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter", None)
     with pytest.raises(ConfigError, match=r"server\.trace_endpoint = 'http://x' needs .*\[otel\]"):
         tracer_provider("http://x")
+
+
+def test_the_log_begins_with_what_was_logged_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as the warning that the files of fronts lack calls."""
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [])
+    monkeypatch.setattr(root, "level", root.level)
+    earlier = MemoryHandler(server_process.EARLY_RECORDS, logging.CRITICAL + 1)
+    root.addHandler(earlier)
+    logging.getLogger("agentjet").warning("early")
+    server_process._log_to(tmp_path, earlier)
+    logging.getLogger("agentjet").info("late")
+    lines = (tmp_path / "server.log").read_text().splitlines()
+    assert [line.split(" ", 2)[2] for line in lines] == ["WARNING agentjet: early", "INFO agentjet: late"]

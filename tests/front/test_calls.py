@@ -85,17 +85,22 @@ async def test_a_call_under_which_two_workers_die_is_given_up_alone(tmp_path: Pa
         assert run.compute.starts == 3 and run.gateway.phase.state == "sampling"
 
 
-async def test_a_streamed_call_whose_worker_dies_fails_once_text_is_out(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("is_stopped", "code"), [(False, "worker_died"), (True, "engine_stopped")])
+async def test_a_streamed_call_whose_worker_dies_fails_once_text_is_out(
+    tmp_path: Path, is_stopped: bool, code: str
+) -> None:
     async with running(tmp_path / "d") as run:
         episode = await run.gateway.begin(BeginRequest(task_id="t"))
         stream = run.stream(episode.id)
         assert (await anext(stream)).delta.text == "h"
         run.compute.may_sample.clear()
+        if is_stopped:
+            run.gateway.phase.gate.shut(run.gateway.phase.refusal)
         run.compute.die()
         with pytest.raises(Later) as broken:
             async for _ in stream:
                 pass
-        assert (status_of(broken.value), broken.value.code) == (503, "worker_died")
+        assert (status_of(broken.value), broken.value.code) == (503, code)
         assert run.gateway.swarm.episode(episode.id).num_calls == 0
 
 

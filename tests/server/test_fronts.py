@@ -345,11 +345,12 @@ async def test_a_refused_end_beside_an_accepted_one_does_not_let_calls_go_on(
 
 
 @pytest.mark.anyio
-async def test_a_report_without_changes_writes_nothing(tmp_path: Path) -> None:
+async def test_a_report_of_calls_alone_writes_nothing(tmp_path: Path) -> None:
     async with running(tmp_path / "d", make_fronts=FrontInProcess) as run:
         await run.gateway.commits.durable()
         assert run.gateway.fronted is not None
-        run.gateway.fronted.heard(0, RunReport(EpisodeActivity(), 0, 0.0))
+        run.gateway.fronted.heard(0, RunReport(EpisodeActivity(), 3, 0.0))
+        assert run.gateway.phase.gate.num_calls() == 3
         assert not run.gateway.swarm.file.has_uncommitted
 
 

@@ -19,6 +19,7 @@ from collections.abc import AsyncIterator, Callable
 from errno import EADDRNOTAVAIL
 from functools import partial
 from ipaddress import ip_address
+from logging.handlers import MemoryHandler
 from pathlib import Path
 
 import anyio.lowlevel
@@ -46,6 +47,7 @@ log = logging.getLogger(__name__)
 _print = partial(print, flush=True)
 
 LOG_BYTES = 10_000_000
+EARLY_RECORDS = 1000
 NEW_RUN_SECONDS = 0.2
 """Seconds between two looks for runs that were opened."""
 
@@ -120,9 +122,10 @@ async def _serve(
     clock = steady_clock()
     compute = ProcessCompute(config)
     fronts = FrontProcesses(config, compute, front_listeners, clock) if front_listeners else None
+    logging.getLogger().addHandler(earlier := MemoryHandler(EARLY_RECORDS, logging.CRITICAL + 1))
     runs = Runs(config, compute, clock=clock, tracing=tracing, fronts=fronts)
     data_dir = config.server.data_dir.resolve()
-    _log_to(data_dir / "logs")
+    _log_to(data_dir / "logs", earlier)
     url = _url(listener, config.server)
     keys = Keys.open(data_dir, token=server_token(), clock=clock)
     http = HttpServer(uvicorn_config(create_app(runs, keys), config.server))
@@ -319,12 +322,14 @@ def all_addresses_line(listener: socket.socket) -> str:
     return f"Bound to {host} port {port}: every address of this machine, reachable from other machines, too."
 
 
-def _log_to(folder: Path) -> None:
-    """Logs to `server.log` from INFO on, and warnings to standard error, too."""
+def _log_to(folder: Path, earlier: MemoryHandler) -> None:
+    """Logs to `server.log` from INFO on, and warnings to standard error, too; first what was logged `earlier`."""
     folder.mkdir(parents=True, exist_ok=True)
     file = LogFile(folder / "server.log", maxBytes=LOG_BYTES, backupCount=3, encoding="utf-8")
     configure_handler(file, "%(asctime)s %(levelname)s %(name)s: %(message)s")
     console = logging.StreamHandler(sys.stderr)
     console.setLevel(logging.WARNING)
     configure_handler(console, "%(levelname)s: %(message)s")
-    logging.basicConfig(level=logging.INFO, handlers=[file, console])
+    logging.basicConfig(level=logging.INFO, handlers=[file, console], force=True)
+    for record in earlier.buffer:
+        logging.getLogger().handle(record)

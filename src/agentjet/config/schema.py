@@ -466,7 +466,8 @@ class ServerConfig(Section):
     """Folder for the journal, checkpoints, tokens and logs."""
     allowed_hosts: str = ""
     """Further names allowed in the `Host` header of requests, such as that of a tunnel or a proxy: comma-separated,
-    without ports. `host`, `localhost` and loopback addresses are always allowed; other requests are refused."""
+    without ports. `host`, `localhost` and loopback addresses are always allowed; other requests are refused.
+    While this is empty, a server at an address other than loopback allows every name."""
     model_aliases: str = ""
     """Further model names accepted in requests, for agents with a fixed model name: comma-separated, `*` matches any
     text, such as `gpt-4o*, claude-*`. The model's own name and `policy` are always accepted; others are refused."""

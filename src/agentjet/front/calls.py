@@ -490,9 +490,9 @@ class ActiveCall:
                 scores = await completion.score(policies.compute)
             except WorkerDied as error:
                 if sent:
-                    raise Unavailable(
-                        "The worker died in the middle of the answer.", code="worker_died", retry_after=5.0
-                    ) from error
+                    text = "The worker died in the middle of the answer."
+                    died = Unavailable(text, code="worker_died", retry_after=5.0)
+                    raise (self._calls.gate.refusal() or died) from error  # A stop ends workers, too.
                 if not (isinstance(error, PolicyRemoved) or policies.is_of_another_run(error)):
                     self._crashed_workers.add(worker)
                 if len(self._crashed_workers) >= MAX_CRASHES:

@@ -124,6 +124,10 @@ class Gate:
         """Refuses all new and held calls with the error that `refusal` returns."""
         self._set(False, refusal)
 
+    def num_calls(self) -> int:
+        """Returns the number of calls inside."""
+        return self.inside
+
     def _set(self, is_open: bool, refusal: Callable[[], Later] | None = None) -> None:
         self._open, self._refusal = is_open, refusal
         self._changed.notify()

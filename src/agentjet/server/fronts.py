@@ -96,6 +96,9 @@ class FrontGate(Gate):
         if self._calls is not None:
             await self._calls.drained()
 
+    def num_calls(self) -> int:
+        return super().num_calls() + (0 if self._calls is None else self._calls.num_active)
+
     def busy_seconds(self) -> float:
         return super().busy_seconds() + (0.0 if self._calls is None else self._calls.busy_seconds())
 

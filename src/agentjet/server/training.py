@@ -374,7 +374,7 @@ class Engine:
             async with asyncio.timeout(STOP_GRACE_SECONDS):
                 await phase.gate.drained()
         except TimeoutError:
-            log.warning("calls that the stop cut off: %d", phase.gate.inside)
+            log.warning("calls that the stop cut off: %d", phase.gate.num_calls())
         if was_up and self.fatal is None and self._swarm.policy_version:
             try:
                 await self._versions.try_checkpoint()
